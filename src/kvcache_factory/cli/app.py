@@ -1,0 +1,60 @@
+"""The command group: commands are imported when they are used, and our errors are printed as one clean line."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+import click
+
+from .. import __version__
+from ..errors import KVCacheError
+from .output import debugging
+
+COMMANDS = ("bench", "demo", "doctor")
+
+
+class CleanError(click.ClickException):
+    """One line on stderr and exit code 2, instead of a traceback."""
+
+    exit_code = 2
+
+    def show(self, file: Any = None) -> None:
+        text = " ".join(self.format_message().split())
+        click.echo(f"kvcache-factory: {text}", file=file, err=file is None)
+
+
+class LazyGroup(click.Group):
+    """Commands by name; the module of a command is imported when the command is asked for."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        command = getattr(import_module(f".{cmd_name}", __package__), cmd_name)
+        assert isinstance(command, click.Command)
+        return command
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KVCacheError as error:
+            if debugging():
+                raise
+            raise CleanError(f"{error} [{type(error).__name__}]") from error
+
+
+@click.group(
+    cls=LazyGroup,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+    epilog="Example: kvcache-factory demo --turns 2",
+)
+@click.version_option(__version__, prog_name="kvcache-factory")
+def main() -> None:
+    """Keep KV-cache blocks alive beside the inference engine.
+
+    Every command with --json prints one object with command, version, machine and rows.
+    KVCACHE_FACTORY_DEBUG=1 shows the traceback of an error.
+    """

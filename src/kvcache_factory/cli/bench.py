@@ -1,0 +1,49 @@
+"""``kvcache-factory bench``: the benchmark tables."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+import click
+
+from .output import emit, json_option, progress_bar
+
+TABLES = {
+    "l1": (
+        "Put and get of whole blocks against libc memcpy.",
+        "CPU time, cold random slots, ratio to memcpy of whole blocks in the same run.",
+    ),
+    "match": ("Prefix lookup of long prompts.", "peek, keys known, from tokens, next turn; in milliseconds."),
+    "keys": ("Block keys from tokens.", "Nanoseconds a token for each key builder."),
+    "index": ("Memory and eviction of the index.", "Bytes a block, and eviction with half of the entries leased."),
+}
+
+
+@click.group(epilog="Example: kvcache-factory bench l1 --quick --json")
+def bench() -> None:
+    """Measure the hot paths on this machine."""
+
+
+def _command(name: str, title: str, detail: str) -> click.Command:
+    def run(quick: bool, as_json: bool) -> None:
+        room = import_module(f"kvcache_factory.bench.{name}")
+        measure: Callable[..., list[dict[str, Any]]] = getattr(room, f"run_{name}")
+        with progress_bar(f"bench {name}") as progress:
+            rows = measure(progress=progress, quick=quick)
+        emit(f"bench {name}", rows, as_json=as_json, title=f"bench {name}: {title}")
+
+    quick = click.Option(["--quick"], is_flag=True, help="Fewer rounds and smaller sets: a smoke test, not a figure.")
+    command = click.Command(
+        name,
+        callback=run,
+        params=[quick],
+        help=f"{title}\n\n{detail}",
+        epilog=f"Example: kvcache-factory bench {name} --json",
+    )
+    return json_option(command)
+
+
+for _name, _texts in TABLES.items():
+    bench.add_command(_command(_name, *_texts))

