@@ -1,0 +1,63 @@
+"""All commands print one JSON shape, and tables that cut nothing off."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from kvcache_factory import __version__
+from kvcache_factory.cli import output
+
+
+def test_json_is_one_object_with_four_keys(capsys: pytest.CaptureFixture[str]) -> None:
+    """Scripts rely on command, version, machine and rows, and on rows being flat."""
+    output.emit("bench keys", [{"builder": "RAW", "ns_per_token": np.float64(9.5)}], as_json=True)
+    printed = json.loads(capsys.readouterr().out)
+    assert list(printed) == ["command", "version", "machine", "rows"]
+    assert printed["command"] == "bench keys"
+    assert printed["version"] == __version__
+    assert printed["rows"] == [{"builder": "RAW", "ns_per_token": 9.5}]
+    assert all(v is None or isinstance(v, str | int | float) for v in printed["machine"].values())
+
+
+def test_numbers_that_json_cannot_say_become_null() -> None:
+    """NaN and infinity are no JSON; a strict reader must still accept the document."""
+    row = output.document("x", [{"a": float("nan"), "b": np.float32("inf"), "c": np.int64(3), "d": np.bool_(True)}])[
+        "rows"
+    ][0]
+    assert row == {"a": None, "b": None, "c": 3, "d": True}
+    assert type(row["c"]) is int
+    assert row["d"] is True
+
+
+def test_a_nested_row_is_a_mistake_of_the_caller() -> None:
+    """Rows are flat by contract; nesting is misuse."""
+    with pytest.raises(AssertionError, match="flat"):
+        output.document("x", [{"a": [1, 2]}])
+
+
+def test_a_table_shows_every_cell_whole(capsys: pytest.CaptureFixture[str]) -> None:
+    """Text in brackets is data, not markup, and nothing is cut when the output goes to a pipe."""
+    output.emit(
+        "x", [{"name": "[bold]kept[/bold]", "reused_tokens": 2048, "identical": True, "ttft_s": None}], as_json=False
+    )
+    printed = capsys.readouterr().out
+    for text in ("[bold]kept[/bold]", "reused tokens", "2,048", "yes", "-"):
+        assert text in printed
+
+
+def test_no_rows_print_an_empty_document_and_an_empty_table(capsys: pytest.CaptureFixture[str]) -> None:
+    """A command that found nothing still prints its shape."""
+    output.emit("x", [], as_json=True)
+    assert json.loads(capsys.readouterr().out)["rows"] == []
+    output.emit("x", [], as_json=False)
+
+
+def test_progress_goes_to_stderr_only(capsys: pytest.CaptureFixture[str]) -> None:
+    """What a script reads from stdout is never mixed with a bar."""
+    with output.progress_bar("work") as report:
+        report(1, 2)
+        report(2, 2, "more work")
+    assert capsys.readouterr().out == ""
