@@ -63,8 +63,8 @@ class Identity(msgspec.Struct, frozen=True, dict=True):
 
     def record(self) -> bytes:
         """The length-prefixed record that keys start from; ``docs/format.md`` fixes its order."""
-        texts = (self.model, self.kv_dtype, str(self.block_tokens), self.kv_scales, self.lora)
-        texts += (self.salt, self.namespace)
+        first = (self.model, self.kv_dtype, str(self.block_tokens), self.kv_scales)
+        texts = (*first, self.lora, self.salt, self.namespace)
         return length_prefixed(_RECORD_TAG, *(text.encode("utf-8", "surrogatepass") for text in texts))
 
     @cached_property

@@ -35,7 +35,6 @@ hash128 = xxhash.xxh3_128_digest
 
 # A code of four bytes on every platform CPython builds for; the name of the type is what varies.
 _U32 = "I" if array("I").itemsize == 4 else "L"
-_SHORT = reprlib.Repr(maxlist=4, maxtuple=4, maxstring=40, maxother=60)
 
 
 class MediaSpan(msgspec.Struct, frozen=True):
@@ -91,10 +90,10 @@ def _first_bad(tokens: Sequence[Any], error: Exception) -> TokenError:
         try:
             array(_U32, (token,))
         except OverflowError:
-            return TokenError(f"token {at} is {_SHORT.repr(token)}; ids must be between 0 and {MAX_TOKEN}")
+            return TokenError(f"token {at} is {reprlib.repr(token)}; ids must be between 0 and {MAX_TOKEN}")
         except (TypeError, ValueError):
             hint = "; pass one sequence at a time" if hasattr(token, "__len__") else ""
-            return TokenError(f"token {at} is {_SHORT.repr(token)} ({type(token).__name__}), not an integer{hint}")
+            return TokenError(f"token {at} is {reprlib.repr(token)} ({type(token).__name__}), not an integer{hint}")
     return TokenError(f"tokens cannot be read as integers: {error}")
 
 
