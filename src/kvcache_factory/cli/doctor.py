@@ -15,6 +15,7 @@ from . import machine
 from .output import DEBUG_VARIABLE, debugging, emit, json_option
 
 GIB = 1 << 30
+STREAMING = ("x86_64", "amd64")
 REQUIRED = ("click", "msgspec", "numpy", "rich", "torch", "xxhash")
 OPTIONAL = {
     "numba": ("fast", "compiled copies and lookups"),
@@ -87,8 +88,8 @@ def check_platform() -> Iterable[Finding]:
         portable.append("no huge-page advice and no population by the kernel: slabs are pre-faulted by touching them")
     if system == "Windows":
         portable.append("memory comes from the paging file: leave room for it")
-    if processor not in ("x86_64", "amd64"):
-        portable.append("non-temporal stores are a hint that this processor may ignore: copies run at memcpy's speed")
+    if processor not in STREAMING:
+        portable.append("non-temporal stores are used on x86-64 only: copies take the numpy path")
     yield finding("platform", f"{system} {processor}", State.NOTE if portable else State.OK, "; ".join(portable))
 
 
@@ -97,11 +98,17 @@ def check_copies() -> Iterable[Finding]:
     from .. import jit
     from ..memory import transfer
 
-    compiled = jit.warm_up()
-    yield finding("numba kernels", jit.status(), State.OK if compiled else State.NOTE)
-    yield finding("copy path", transfer.choose(), State.OK if compiled else State.NOTE)
-    for name, rate in transfer.measure().items():
-        yield finding(f"copy speed: {name}", f"{rate:.1f} GB/s" if isinstance(rate, float) else rate)
+    chosen = transfer.choose()
+    expected = machine.version_of("numba") is not None and not jit.numba_refused()
+    failed = State.BROKEN if expected else State.NOTE
+    yield finding("numba kernels", jit.status(), State.OK if jit.is_warm() else failed)
+    streaming = platform.machine().lower() in STREAMING
+    state = State.OK if chosen == "numba" else failed if streaming else State.NOTE
+    yield finding("copy path", f"{chosen} ({transfer.why()})", state)
+    rates = transfer.measure()
+    for name, rate in rates.items():
+        ratio = "" if name == "memcpy" else f" ({rate / rates['memcpy']:.2f} of memcpy)"
+        yield finding(f"copy speed: {name}", f"{rate:.1f} GB/s{ratio}")
 
 
 def check_devices() -> Iterable[Finding]:
