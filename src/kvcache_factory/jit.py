@@ -1,0 +1,114 @@
+"""Small loops over arrays, compiled by numba where it is there and run by Python where it is not.
+
+A kernel is one Python function with a numba signature.  Until numba has compiled it (in a warm-up thread, never at
+import) and where numba is absent or refused with ``KVCACHE_FACTORY_NO_NUMBA=1``, the kernel's fallback runs: a numpy
+function with the same arguments and the same results, or the loop itself over memoryviews.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import numpy as np
+
+_K = TypeVar("_K", bound="Kernel")
+
+_KERNELS: list[Kernel] = []
+_LOCK = threading.Lock()
+_STATE = {"warm": False, "reason": "not warmed up yet"}
+
+
+def numba_refused() -> bool:
+    """Whether the user refused numba through the environment."""
+    return os.environ.get("KVCACHE_FACTORY_NO_NUMBA", "").strip().lower() in {"1", "true", "yes", "on"}
+
+
+class Kernel:
+    """A loop over arrays that is compiled when possible; call it like the function it wraps."""
+
+    def __init__(self, signature: str, loop: Callable[..., Any], fallback: Callable[..., Any] | None) -> None:
+        self.signature = signature
+        self.loop = loop
+        self.fallback = fallback
+        self.compiled: Callable[..., Any] | None = None
+
+    def __call__(self, *args: Any) -> Any:
+        if self.compiled is not None:
+            return self.compiled(*args)
+        if self.fallback is not None:
+            return self.fallback(*args)
+        # Scalar access through a memoryview costs less than half of numpy's, and yields plain Python integers.
+        return self.loop(*(memoryview(a) if isinstance(a, np.ndarray) else a for a in args))
+
+    def compile(self) -> None:
+        """Compile with numba; raises what numba raises."""
+        if self.compiled is None:
+            self.compiled = compile_loop(self.signature, self.loop)
+
+
+def compile_loop(signature: str, loop: Callable[..., Any]) -> Callable[..., Any]:
+    """Compile *loop* for one *signature*, GIL-free, cached on disk where a cache can be written."""
+    import numba
+
+    options = {"nogil": True, "boundscheck": False}
+    try:
+        compiled: Callable[..., Any] = numba.njit(signature, cache=True, **options)(loop)
+    except (RuntimeError, OSError):  # no writable cache directory: compile in every process
+        compiled = numba.njit(signature, **options)(loop)
+    return compiled
+
+
+def register(made: _K) -> _K:
+    """Have :func:`warm_up` compile this kernel too."""
+    _KERNELS.append(made)
+    return made
+
+
+def kernel(signature: str, fallback: Callable[..., Any] | None = None) -> Callable[[Callable[..., Any]], Kernel]:
+    """Turn a loop over arrays into a :class:`Kernel` with this numba *signature*."""
+
+    def wrap(loop: Callable[..., Any]) -> Kernel:
+        return register(Kernel(signature, loop, fallback))
+
+    return wrap
+
+
+def warm_up() -> bool:
+    """Compile every kernel now; True when the compiled kernels are in use afterwards."""
+    with _LOCK:
+        if numba_refused():
+            _STATE["reason"] = "refused by KVCACHE_FACTORY_NO_NUMBA"
+            return False
+        try:
+            for k in _KERNELS:  # those compiled earlier return at once
+                k.compile()
+        except ImportError:
+            _STATE["reason"] = "numba is not installed: pip install 'kvcache-factory[fast]'"
+            return False
+        except Exception as error:  # a broken numba must never stop the cache: the fallbacks are complete
+            for k in _KERNELS:
+                k.compiled = None
+            _STATE["reason"] = f"numba failed to compile: {type(error).__name__}: {error}"
+            return False
+        _STATE.update(warm=True, reason="compiled by numba")
+        return True
+
+
+def warm_up_in_background() -> threading.Thread:
+    """Start :func:`warm_up` in a daemon thread and return it."""
+    thread = threading.Thread(target=warm_up, name="kvcache-factory-jit", daemon=True)
+    thread.start()
+    return thread
+
+
+def is_warm() -> bool:
+    """Whether a warm-up has compiled the kernels."""
+    return bool(_STATE["warm"])
+
+
+def status() -> str:
+    """One line that says whether compiled kernels are in use, and why not."""
+    return str(_STATE["reason"])

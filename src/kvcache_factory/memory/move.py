@@ -1,0 +1,120 @@
+"""Gather blocks from engine tensors into slots, scatter them back, and copy slots between slabs.
+
+Host to host is one batched copy over descriptors; anything that involves another device goes through torch, one copy
+per block, layer, and keys or values.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from ..block.spec import Layout
+from ..errors import LayoutError
+from .device import DeviceSlab, slot_bytes, typed_block
+from .region import Addresses, BlockPositions, Region
+from .slab import Slab
+from .transfer import copy_batch
+
+AnySlab = Slab | DeviceSlab
+
+
+def gather(
+    region: Region, positions: BlockPositions, slab: AnySlab, slots: npt.ArrayLike, payload_offset: int, tag: Layout
+) -> None:
+    """Copy n blocks out of a region into *slots* (int [n]) of a slab, as payloads in order *tag*.
+
+    *payload_offset*: bytes from the start of a slot to its payload.  Raises LayoutError for positions out of range.
+    """
+    if region.on_host and slab.device == "cpu":
+        inside, outside, size = descriptors(region, positions, slab, slots, payload_offset, tag)
+        copy_batch(inside, outside, size)
+    else:
+        _by_torch(region, positions, slab, slots, payload_offset, tag, into_slots=True)
+
+
+def scatter(
+    region: Region, positions: BlockPositions, slab: AnySlab, slots: npt.ArrayLike, payload_offset: int, tag: Layout
+) -> None:
+    """Copy payloads of order *tag* from *slots* (int [n]) into n blocks of a region; the inverse of :func:`gather`.
+
+    Raises LayoutError for positions out of range and for tensors that share memory between elements.
+    """
+    if not region.writable:
+        raise LayoutError("the tensors are expanded: several elements share memory; call .contiguous() before loading")
+    if region.on_host and slab.device == "cpu":
+        inside, outside, size = descriptors(region, positions, slab, slots, payload_offset, tag)
+        copy_batch(outside, inside, size)
+    else:
+        _by_torch(region, positions, slab, slots, payload_offset, tag, into_slots=False)
+
+
+def descriptors(
+    region: Region, positions: BlockPositions, slab: AnySlab, slots: npt.ArrayLike, payload_offset: int, tag: Layout
+) -> tuple[Addresses, Addresses, Addresses]:
+    """(addresses in the slab, addresses in the region, sizes), each uint64 [n * k], bytes."""
+    outside, offsets, sizes = region.describe(positions, tag)
+    start = slab.address(slots) + np.uint64(payload_offset)
+    assert len(start) == len(outside), "one slot per block"
+    inside = start[:, None] + offsets
+    return inside.reshape(-1), outside.reshape(-1), np.tile(sizes, len(start))
+
+
+def copy_slots(
+    src: AnySlab,
+    src_slots: npt.ArrayLike,
+    dst: AnySlab,
+    dst_slots: npt.ArrayLike,
+    nbytes: int,
+    src_offset: int = 0,
+    dst_offset: int = 0,
+) -> None:
+    """Copy *nbytes* bytes of each slot of *src_slots* to the slot of *dst_slots* beside it (both int [n]).
+
+    Slots are read and written from their offsets in bytes on: a device slot has no header, a host slot may have one.
+    """
+    assert nbytes + src_offset <= src.slot_bytes, "more bytes than a source slot has"
+    assert nbytes + dst_offset <= dst.slot_bytes, "more bytes than a destination slot has"
+    pairs = np.atleast_1d(src_slots), np.atleast_1d(dst_slots)
+    assert len(pairs[0]) == len(pairs[1]), "one destination per source"
+    if src.device == dst.device == "cpu":
+        size = np.full(len(pairs[0]), nbytes, np.uint64)
+        copy_batch(dst.address(pairs[1]) + np.uint64(dst_offset), src.address(pairs[0]) + np.uint64(src_offset), size)
+        return
+    for s, d in zip(pairs[0].tolist(), pairs[1].tolist(), strict=True):
+        source = slot_bytes(src, s)[src_offset : src_offset + nbytes]
+        slot_bytes(dst, d)[dst_offset : dst_offset + nbytes].copy_(source)
+    _settle(src.device, dst.device)
+
+
+def _by_torch(
+    region: Region,
+    positions: BlockPositions,
+    slab: AnySlab,
+    slots: npt.ArrayLike,
+    payload_offset: int,
+    tag: Layout,
+    *,
+    into_slots: bool,
+) -> None:
+    region.check(positions)
+    for i, slot in enumerate(np.atleast_1d(slots).tolist()):
+        block = typed_block(slot_bytes(slab, slot), payload_offset, region.spec, tag)
+        by_token = block if tag == Layout.LCND else block.transpose(2, 3)
+        for layer, c, tokens, tensor in region.block_views(positions, i):
+            part = by_token[layer, c, tokens]
+            if into_slots:
+                part.copy_(tensor)
+            else:
+                tensor.copy_(part)
+    _settle(region.device, slab.device)
+
+
+def _settle(*devices: str) -> None:
+    """Wait until queued copies have ended: the slot or the tensor may be used by another thread next."""
+    import torch
+
+    for kind in {d.partition(":")[0] for d in devices} - {"cpu"}:
+        synchronize = getattr(getattr(torch, kind, None), "synchronize", None)
+        if synchronize is not None:
+            synchronize()
