@@ -13,7 +13,7 @@ LOCKS := requirements.lock requirements-tf4.lock
 LOCK_HASH := $(shell cat $(LOCKS) | $(PYTHON) -c "import hashlib, sys; print(hashlib.sha256(sys.stdin.buffer.read()).hexdigest()[:16])")
 STAMP := $(VENV)/.lock-$(LOCK_HASH)
 WORKERS ?= 2
-PYTEST := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal
+PYTEST := $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal
 
 .PHONY: setup test lint format demo bench soak clean help
 
@@ -61,7 +61,7 @@ bench: $(STAMP)
 	for table in l1 match keys index; do $(BIN)/kvcache-factory bench $$table; done
 
 soak: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m soak
+	$(BIN)/python -m pytest -q -m soak
 
 clean:
 	rm -rf $(VENV) $(TF4) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
