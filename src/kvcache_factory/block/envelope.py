@@ -94,6 +94,8 @@ _FIXED = struct.Struct("<8s H H I Q I H H 16s 16s 16s 16s Q Q 16x 32s 32s H 6x 2
 _PROLOGUE = struct.Struct("<8s H H I Q I")
 _CHECKSUM = struct.Struct("<Q")
 _CHECKSUM_AT = 16
+_KEY_WORD = 48 // 8
+_PAYLOAD_CHECKSUM_WORD = 104 // 8
 _NAME_BYTES = 31
 _PARAM_BYTES = 256
 assert _FIXED.size <= HEADER_FIXED
@@ -118,6 +120,46 @@ def pack_header(header: Header, header_bytes: int, out: memoryview) -> None:
     image = bytearray((fixed.ljust(HEADER_FIXED, b"\0") + tokens).ljust(header_bytes, b"\0"))
     _CHECKSUM.pack_into(image, _CHECKSUM_AT, xxhash.xxh3_64_intdigest(image))
     view[:header_bytes] = image
+
+
+def pack_headers(
+    template: Header,
+    slots: npt.NDArray[np.uint8],
+    rows: npt.NDArray[np.int64],
+    keys: npt.NDArray[np.uint64],
+    parents: npt.NDArray[np.uint64],
+    tokens: npt.NDArray[np.uint32],
+    extras: npt.NDArray[np.uint64],
+    payload_checksums: npt.NDArray[np.uint64],
+    header_bytes: int,
+) -> None:
+    """Write the headers of many blocks that differ from *template* only in what is given per block.
+
+    The same bytes as :func:`pack_header` would write, at a fraction of its cost for each block.
+
+    Args:
+        template: identity, layout, fidelity, codec and payload length of all blocks; its record is not used.
+        slots: slot images, ``uint8 [slots, slot_bytes]``; *rows* ``[n]`` says which of them to write.
+        keys, parents, extras: ``uint64 [n, 2]``, as :class:`KeyChain` gives them.
+        tokens: ``uint32 [n, block_tokens]``.
+        payload_checksums: ``uint64 [n]``.
+    """
+    count, block_tokens = tokens.shape
+    assert HEADER_FIXED + 4 * block_tokens <= header_bytes <= slots.shape[1]
+    assert header_bytes % PAGE == 0
+    assert len(rows) == len(keys) == len(parents) == len(extras) == len(payload_checksums) == count
+    fixed = _fixed_part(msgspec.structs.replace(template, tokens=tokens[0]), header_bytes) if count else b""
+    images = np.zeros((count, header_bytes), np.uint8)
+    images[:, : len(fixed)] = np.frombuffer(fixed, np.uint8)
+    images[:, HEADER_FIXED : HEADER_FIXED + 4 * block_tokens] = tokens.astype("<u4", order="C").view(np.uint8)
+    words = images.view("<u8")
+    words[:, _KEY_WORD : _KEY_WORD + 2] = keys
+    words[:, _KEY_WORD + 2 : _KEY_WORD + 4] = parents
+    words[:, _KEY_WORD + 4 : _KEY_WORD + 6] = extras
+    words[:, _PAYLOAD_CHECKSUM_WORD] = payload_checksums
+    whole, digest = memoryview(images.reshape(-1)), xxhash.xxh3_64_intdigest
+    words[:, _CHECKSUM_AT // 8] = [digest(whole[at : at + header_bytes]) for at in range(0, len(whole), header_bytes)]
+    slots[rows, :header_bytes] = images
 
 
 def _fixed_part(header: Header, header_bytes: int) -> bytes:

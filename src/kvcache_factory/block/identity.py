@@ -7,27 +7,24 @@ in memory, who wrote it and how it was compressed belong to the stored copy, nev
 
 from __future__ import annotations
 
-import hashlib
-import struct
 from functools import cached_property
 
 import msgspec
 
 from ..errors import ConfigError
+from .digest import digest128, length_prefixed
+from .fingerprint import config_fingerprint, fingerprint_directory, model_fingerprint, weights_fingerprint
 from .spec import KVDtype
 
-DIGEST_BYTES = 16
+__all__ = [
+    "Identity",
+    "config_fingerprint",
+    "fingerprint_directory",
+    "model_fingerprint",
+    "weights_fingerprint",
+]
+
 _RECORD_TAG = b"kvcache-factory identity 1"
-
-
-def digest128(*parts: bytes) -> bytes:
-    """16 bytes of BLAKE2b over length-prefixed *parts*; the first part names the domain."""
-    return hashlib.blake2b(length_prefixed(*parts), digest_size=DIGEST_BYTES).digest()
-
-
-def length_prefixed(*parts: bytes) -> bytes:
-    """Each part after its length (u32, little endian), so that no two lists of parts give the same bytes."""
-    return b"".join(struct.pack("<I", len(part)) + part for part in parts)
 
 
 class Identity(msgspec.Struct, frozen=True, dict=True):

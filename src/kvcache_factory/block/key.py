@@ -20,7 +20,8 @@ import numpy.typing as npt
 import xxhash
 
 from ..errors import ConfigError, TokenError
-from .identity import Identity, digest128
+from .digest import digest128
+from .identity import Identity
 
 KEY_BUILDERS = ("ROLLING_HASH", "SIMPLE_HASH", "RAW")
 KEY_BYTES = 16
@@ -132,9 +133,7 @@ class KeyChain:
         media: spans of tokens that stand for media, positions counted in tokens from 0.
     """
 
-    def __init__(
-        self, identity: Identity, *, builder: str = "ROLLING_HASH", media: Sequence[MediaSpan] = ()
-    ) -> None:
+    def __init__(self, identity: Identity, *, builder: str = "ROLLING_HASH", media: Sequence[MediaSpan] = ()) -> None:
         if builder not in KEY_BUILDERS:
             raise ConfigError(f"unknown key builder {builder!r}; use one of {', '.join(KEY_BUILDERS)}")
         self.identity = identity
