@@ -7,7 +7,6 @@ import pytest
 from kvcache_factory import jit
 from kvcache_factory.memory import transfer
 
-
 PATHS = ["numpy"] if jit.numba_refused() else list(transfer.PATHS)
 
 

@@ -57,7 +57,9 @@ def descriptors(
     start = slab.address(slots) + np.uint64(payload_offset)
     assert len(start) == len(outside), "one slot per block"
     inside = start[:, None] + offsets
-    return inside.reshape(-1), outside.reshape(-1), np.tile(sizes, len(start))
+    size = np.empty_like(inside)
+    size[:] = sizes
+    return inside.reshape(-1), outside.reshape(-1), size.reshape(-1)
 
 
 def copy_slots(

@@ -97,9 +97,10 @@ class Region:
         if p is None:
             p = self._pieces[tag] = self._cut(tag)
         if p.uniform:
-            origin = positions.a * p.stride_a[0] + positions.b * p.stride_b[0]
-            spread = origin if self.parts == 1 else origin.take(p.part, axis=1)
-            found = spread + p.base
+            origin = positions.a * p.stride_a[0]
+            if self._limit_b > 1:
+                origin += positions.b * p.stride_b[0]
+            found = (origin if self.parts == 1 else origin.take(p.part, axis=1)) + p.base
         else:
             a, b = (x.take(p.part, axis=1) for x in (positions.a, positions.b))
             found = a * p.stride_a + b * p.stride_b + p.base
@@ -112,10 +113,9 @@ class Region:
             raise LayoutError(f"positions must be two [n, {self.parts}] arrays, not {a.shape} and {b.shape}")
         if not a.size:
             return
-        if a.min() < 0 or a.max() >= self._limit_a:
-            raise LayoutError(f"block or row out of range: {a.min()}..{a.max()}, the tensors have {self._limit_a}")
-        if b.min() < 0 or b.max() > self._limit_b - 1:
-            raise LayoutError(f"start out of range: {b.min()}..{b.max()}, the last possible is {self._limit_b - 1}")
+        for name, x, limit in (("block or row", a, self._limit_a), ("first token", b, self._limit_b)):
+            if x.view(np.uint64).max() >= limit:  # as unsigned numbers, negative ones are huge
+                raise LayoutError(f"{name} out of range: {x.min()}..{x.max()}, the tensors allow 0..{limit - 1}")
 
     def block_views(self, positions: BlockPositions, i: int) -> Iterator[tuple[int, int, slice, torch.Tensor]]:
         """Tensors of block *i*: (layer, 0 keys | 1 values, its tokens in the block, tensor [tokens, heads, dim])."""

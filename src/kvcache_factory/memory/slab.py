@@ -54,10 +54,12 @@ class Slab:
 
     def address(self, slots: npt.ArrayLike) -> npt.NDArray[np.uint64]:
         """Address in bytes of each slot number, uint64 of the same shape."""
-        rows = np.asarray(slots)
+        rows = np.asarray(slots).astype(np.uint64)  # a negative number becomes a huge one
         assert self._bytes is not None, "the slab is closed"
-        assert not rows.size or (rows.min() >= 0 and rows.max() < self.slots), "slot number out of range"
-        return np.uint64(self.base) + rows.astype(np.uint64) * np.uint64(self.slot_bytes)
+        assert not rows.size or rows.max() < self.slots, "slot number out of range"
+        rows *= np.uint64(self.slot_bytes)
+        rows += np.uint64(self.base)
+        return rows
 
     def prefault_in_background(self) -> None:
         """Start touching all pages in a daemon thread; contents are never altered, so slots can be used meanwhile."""

@@ -24,7 +24,9 @@ Addresses = npt.NDArray[np.uint64]
 PATHS = ("numba", "numpy")
 
 _FORCED: list[str] = []
-_SMALL = 2048  # bytes; below this mean size, looking for runs of regularly spaced pieces pays
+_TINY = 1024  # bytes; for smaller pieces one Python step per piece costs more than staging them all
+_LARGE = 256 << 10  # bytes; longer copies let go of the GIL
+_STAGE = 64 << 10  # bytes; stays in the first two caches
 
 
 class _Window:
@@ -35,41 +37,31 @@ class _Window:
 
 
 def _copy_numpy(dst: Addresses, src: Addresses, size: Addresses) -> None:
-    kept = size != 0
-    if not kept.all():
-        dst, src, size = dst[kept], src[kept], size[kept]
-    if not len(dst):
+    if not len(size):
         return
-    base = int(min(dst.min(), src.min()))
-    end = int(max((dst + size).max(), (src + size).max()))
-    window = np.asarray(_Window(base, end - base))
-    to, at, n = ((x - np.uint64(low)).astype(np.int64) for x, low in ((dst, base), (src, base), (size, 0)))
-    first, count = _regular_runs(to, at, n) if int(n.sum()) < _SMALL * len(n) else (to, n)
-    if len(first) * 4 > len(to):  # runs too short to pay for their two array objects
-        for d, s, b in zip(to.tolist(), at.tolist(), n.tolist(), strict=True):
-            window[d : d + b] = window[s : s + b]
+    low, high, small = (int(x) for x in (min(dst.min(), src.min()), max(dst.max(), src.max()), size.min()))
+    large = int(size.max())
+    if not large:
         return
-    following = np.minimum(first + 1, len(to) - 1)
-    step_to, step_at = to[following] - to[first], at[following] - at[first]
-    columns = (to[first], at[first], n[first], count, step_to, step_at)
-    for d, s, b, rows, d_step, s_step in zip(*(c.tolist() for c in columns), strict=True):
-        if rows == 1:
-            window[d : d + b] = window[s : s + b]
-            continue
-        target = np.ndarray((rows, b), np.uint8, window, d, (d_step, 1))
-        target[...] = np.ndarray((rows, b), np.uint8, window, s, (s_step, 1))
+    window = np.asarray(_Window(low, high - low + large))
+    to, at = ((x - np.uint64(low)).astype(np.int64) for x in (dst, src))
+    if small == large < _TINY:
+        _copy_as_elements(window, to, at, large)
+        return
+    # A memoryview slices faster than an array but holds the GIL while it copies.
+    view = memoryview(window) if large <= _LARGE else window
+    n = size.astype(np.int64)
+    columns = (to, to + n, at, at + n)
+    for d, d_end, s, s_end in zip(*(c.tolist() for c in columns), strict=True):
+        view[d:d_end] = view[s:s_end]
 
 
-def _regular_runs(to: npt.NDArray[np.int64], at: npt.NDArray[np.int64], n: npt.NDArray[np.int64]) -> Any:
-    """First piece and length of each run of pieces with one size and constant, forward, non-overlapping steps."""
-    same = np.zeros(len(to), bool)  # piece i continues the run of i - 1
-    if len(to) > 2:
-        steps_to, steps_at = np.diff(to), np.diff(at)
-        fits = (n[1:] == n[:-1]) & (steps_to >= n[1:]) & (steps_at >= 0)
-        same[1:] = fits
-        same[2:] &= ~fits[:-1] | ((steps_to[1:] == steps_to[:-1]) & (steps_at[1:] == steps_at[:-1]))
-    first = np.flatnonzero(~same)
-    return first, np.diff(np.append(first, len(to)))
+def _copy_as_elements(window: npt.NDArray[np.uint8], to: Any, at: Any, size: int) -> None:
+    """Pieces of one tiny size, as elements of an array in which an element begins at every byte."""
+    elements = np.ndarray((len(window) - size + 1,), f"V{size}", window, 0, (1,))
+    step = _STAGE // size
+    for i in range(0, len(to), step):
+        elements[to[i : i + step]] = elements[at[i : i + step]]
 
 
 class _CopyKernel(jit.Kernel):
@@ -126,8 +118,8 @@ def copy_batch(dst: Addresses, src: Addresses, size: Addresses) -> None:
     All three are uint64 [n], in bytes; any size and alignment.  Pieces must not overlap one another.  The caller keeps
     the memory alive; the GIL is released while bytes move.
     """
-    dst, src, size = (np.ascontiguousarray(c, np.uint64).reshape(-1) for c in (dst, src, size))
-    assert len(dst) == len(src) == len(size), "dst, src and size must have the same length"
+    dst, src, size = (np.ascontiguousarray(c, np.uint64) for c in (dst, src, size))
+    assert dst.shape == src.shape == size.shape == (len(dst),), "dst, src and size must be 1-D, of one length"
     compiled = _KERNEL.compiled
     if compiled is None or (_FORCED and _FORCED[-1] == "numpy"):
         _copy_numpy(dst, src, size)

@@ -1,0 +1,1 @@
+"""Benchmarks behind ``kvcache-factory bench``: one module per table, one way of measuring."""
