@@ -15,7 +15,7 @@ BLOCK_TOKENS = 16
 
 
 def run_keys(progress: Callable[..., None] | None = None, quick: bool = False) -> list[dict[str, Any]]:
-    """Rows ``builder``, ``ns_per_token``: a cold prompt of 128k token ids in 16-token blocks, median of thread CPU time.
+    """Rows ``builder``, ``ns_per_token``: 128k token ids in 16-token blocks, median of thread CPU time.
 
     *progress* is called with steps done, steps in all and a line of text.
     """

@@ -279,40 +279,41 @@ class KeyChain:
         touched = self._touched(first, last)
         for i, digest in touched.items():
             self._extra_buffer[i] = np.frombuffer(digest, "<u8")
-        keys = self._hash(self._pieces(first, last, touched))
+        keys = self._hash(first, last, touched)
         self._last = keys[-1]
         self._key_buffer[first:last] = np.frombuffer(b"".join(keys), "<u8").reshape(-1, 2)
         self._num_blocks = last
 
-    def _pieces(self, first: int, last: int, touched: dict[int, bytes]) -> Iterator[tuple[bytes]]:
-        """What each block adds to the hash, in a tuple: its tokens, and the digest of its media if it has any."""
+    def _hash(self, first: int, last: int, touched: dict[int, bytes]) -> list[bytes]:
         size = self.identity.block_tokens
         data = _little(self._token_buffer[first * size : last * size])
         pieces: Iterator[tuple[bytes]] = struct.iter_unpack(f"{4 * size}s", data)
-        if not touched:
-            return pieces  # straight from C: this loop is the cost of a cold prompt
-        return ((piece + touched.get(i, b""),) for i, (piece,) in enumerate(pieces, first))
+        if self._stream is not None:
+            return self._hash_stream(pieces, first, touched)
+        if touched:
+            pieces = ((piece + touched.get(i, b""),) for i, (piece,) in enumerate(pieces, first))
+        digest, key = hash128, self._last
+        return [key := digest(key + piece) for (piece,) in pieces]  # this line is the cost of a cold prompt
 
-    def _hash(self, pieces: Iterator[tuple[bytes]]) -> list[bytes]:
-        digest = hash128
-        if self._stream is None:
-            key = self._last
-            return [key := digest(key + piece) for (piece,) in pieces]
-        stream = self._stream.copy()
-        keys = []
-        for (piece,) in pieces:
+    def _hash_stream(self, pieces: Iterator[tuple[bytes]], first: int, touched: dict[int, bytes]) -> list[bytes]:
+        digest, stream, keys = hash128, self._stream.copy(), []
+        for i, (piece,) in enumerate(pieces, first):
             stream.update(piece)
-            keys.append(digest(stream.digest()))
+            if touched and i in touched:
+                # Inside the stream the extras could be mistaken for tokens; as a new beginning they cannot.
+                keys.append(digest(stream.digest() + touched[i]))
+                stream = xxhash.xxh3_128(keys[-1])
+            else:
+                keys.append(digest(stream.digest()))
         self._stream = stream
         return keys
 
     def _restart_stream(self) -> None:
-        blocks = self._num_blocks
-        extras = self._extra_buffer[:blocks]
-        touched = {i: _as_bytes(extras[i]) for i in np.flatnonzero(extras.any(axis=1)).tolist()}
-        self._stream = xxhash.xxh3_128(self.root)
-        for (piece,) in self._pieces(0, blocks, touched):
-            self._stream.update(piece)
+        size, blocks = self.identity.block_tokens, self._num_blocks
+        touched = np.flatnonzero(self._extra_buffer[:blocks].any(axis=1))
+        base = int(touched[-1]) if len(touched) else -1
+        self._stream = xxhash.xxh3_128(self.key_bytes(base))
+        self._stream.update(_little(self._token_buffer[(base + 1) * size : blocks * size]))
 
     def _touched(self, first: int, last: int) -> dict[int, bytes]:
         """Digest of the media of each block from *first* to *last* that media touch."""
