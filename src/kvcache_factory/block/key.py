@@ -37,6 +37,9 @@ hash128 = xxhash.xxh3_128_digest
 # A code of four bytes on every platform CPython builds for; the name of the type is what varies.
 _U32 = "I" if array("I").itemsize == 4 else "L"
 
+# Blocks hashed before their keys go to the buffer: the bytes objects of one run are memory that the next one reuses.
+_RUN = 512
+
 
 class MediaSpan(msgspec.Struct, frozen=True):
     """Tokens ``start .. start + length`` stand for a picture, sound or other input with this content *identifier*.
@@ -279,10 +282,11 @@ class KeyChain:
         touched = self._touched(first, last)
         for i, digest in touched.items():
             self._extra_buffer[i] = np.frombuffer(digest, "<u8")
-        keys = self._hash(first, last, touched)
-        self._last = keys[-1]
-        self._key_buffer[first:last] = np.frombuffer(b"".join(keys), "<u8").reshape(-1, 2)
-        self._num_blocks = last
+        for begin in range(first, last, _RUN):
+            end = min(begin + _RUN, last)
+            keys = self._hash(begin, end, touched)
+            self._key_buffer[begin:end] = np.frombuffer(b"".join(keys), "<u8").reshape(-1, 2)
+            self._last, self._num_blocks = keys[-1], end
 
     def _hash(self, first: int, last: int, touched: dict[int, bytes]) -> list[bytes]:
         size = self.identity.block_tokens
