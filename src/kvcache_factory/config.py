@@ -1,0 +1,67 @@
+"""The configuration of a manager as data: what `to_config` gives and `from_config` takes."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from .backend import Backend, CPUBackend
+from .block.key import KEY_BUILDERS
+from .errors import ConfigError
+
+Integrity = Literal["off", "sample", "full"]
+
+
+class PolicyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """An eviction policy by name, with the arguments of its constructor."""
+
+    name: str = "lru"
+    """Registered name."""
+    options: dict[str, Any] = {}
+    """Keyword arguments."""
+
+
+class ManagerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Everything a CacheManager is made from."""
+
+    backend: Backend = CPUBackend()
+    """Where blocks rest."""
+    eviction_policy: PolicyConfig = PolicyConfig()
+    """Who leaves."""
+    enable_metrics: bool = False
+    """Measure the time of each operation."""
+    name: str = "default"
+    """Name of the manager in logs and metrics."""
+    integrity: Integrity = "off"
+    """Verify payloads in memory on load: off, sample (one block in 16), full."""
+    key_builder: str = "ROLLING_HASH"
+    """How keys are made: ROLLING_HASH, SIMPLE_HASH or RAW."""
+    lease_max_age_s: float = 600.0
+    """A request that holds blocks longer than this loses its lease."""
+    io_threads: int = 1
+    """Threads that copy between tiers."""
+
+    def __post_init__(self) -> None:
+        if self.integrity not in ("off", "sample", "full"):
+            raise ConfigError(f"integrity={self.integrity!r}: use 'off', 'sample' or 'full'")
+        if self.key_builder not in KEY_BUILDERS:
+            raise ConfigError(f"key_builder={self.key_builder!r}: use one of {', '.join(KEY_BUILDERS)}")
+        if not self.lease_max_age_s > 0:
+            raise ConfigError(f"lease_max_age_s={self.lease_max_age_s!r}: give seconds above 0")
+        if not isinstance(self.io_threads, int) or not 1 <= self.io_threads <= 64:
+            raise ConfigError(f"io_threads={self.io_threads!r}: use 1 to 64")
+
+
+def parse_config(data: dict[str, Any]) -> ManagerConfig:
+    """A configuration from plain data; unknown fields and wrong types are ConfigErrors that name the path."""
+    try:
+        return msgspec.convert(data, ManagerConfig)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"configuration of a manager: {error}") from None
+
+
+def dump_config(config: ManagerConfig) -> dict[str, Any]:
+    """Plain data that :func:`parse_config` turns into an equal configuration."""
+    data: dict[str, Any] = msgspec.to_builtins(config)
+    return data

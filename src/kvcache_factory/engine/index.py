@@ -1,0 +1,382 @@
+"""Which block is in which row of one tier: chains are found, verified, reserved, committed and dropped here."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from ..block.envelope import Fidelity
+from ..policy.base import NO_HINT, EvictionPolicy, RequestHint
+from .table import Keys, Rows
+from .tree import DOOMED, FREE, NO_KEYS, PENDING, READY, Tree, as_slice
+
+_NONE: Rows = np.empty(0, np.int32)
+
+
+class Chain(Protocol):
+    """What the index needs of a chain of blocks: keys, records, and a place to remember rows by index."""
+
+    @property
+    def num_blocks(self) -> int: ...
+    @property
+    def keys(self) -> Keys: ...
+    @property
+    def token_blocks(self) -> npt.NDArray[np.uint32]: ...
+    @property
+    def extras(self) -> Keys: ...
+    @property
+    def memo(self) -> dict[int, Any]: ...
+
+
+class StoredChain(msgspec.Struct, frozen=True):
+    """A chain as another tier holds it: its keys and records, and the *rows* and root it had there."""
+
+    root: int
+    rows: Rows
+    keys: Keys
+    token_blocks: npt.NDArray[np.uint32]
+    extras: Keys
+    fidelity: npt.NDArray[np.uint8]
+    layout: npt.NDArray[np.uint8]
+    memo: dict[int, Any]
+
+    @property
+    def num_blocks(self) -> int:
+        """Number of blocks."""
+        return len(self.rows)
+
+
+class Found(msgspec.Struct, frozen=True):
+    """A verified leading run: its *rows*, and why it ended before the chain did."""
+
+    rows: Rows
+    reason: str
+
+
+class Reservation(msgspec.Struct, frozen=True):
+    """Rows that an operation owns until it commits or aborts them.
+
+    *first* is the number in the chain of the first reserved block; *wanted* counts the blocks that were missing, so
+    that ``wanted > len(rows)`` tells a shortened run, for the *reason* given.
+    """
+
+    rows: Rows
+    first: int
+    wanted: int
+    evicted: Keys = NO_KEYS
+    replaced: int = 0
+    reason: str = ""
+
+
+class Index(Tree):
+    """The blocks of one tier, and the policy that says which of them leave.
+
+    Parameters
+    ----------
+    rows:
+        Number of slots.
+    block_tokens:
+        Tokens of a storage block: the width of the record's token column.
+    policy:
+        An unbound policy that becomes this index's own.
+    clock:
+        Seconds; injected so that tests and simulations own the time.
+    """
+
+    # -- what is there ------------------------------------------------------------------------------------------------
+
+    def peek(self, chain: Chain) -> int:
+        """Leading blocks of *chain* that are ready, by key alone: no verification, no lease."""
+        with self._lock:
+            return self._table.leading(chain.keys, self.state, READY)
+
+    def match(
+        self,
+        chain: Chain,
+        root: int,
+        limit: int,
+        worst: Fidelity = Fidelity.EXACT,
+        hint: RequestHint = NO_HINT,
+    ) -> Found:
+        """Find, verify and pin the leading run of *chain*, of at most *limit* blocks.
+
+        The run's last row is pinned, which holds its ancestors too; :meth:`unpin` that row to give it back.
+        """
+        with self._lock:
+            found = self._find_run(chain, root, limit, worst)
+            if len(found.rows):
+                self._pin(int(found.rows[-1]))
+                self.hits[as_slice(found.rows)] += 1
+                self.policy.on_request(self._clock(), found.rows, len(found.rows), hint)
+            return found
+
+    def unpin(self, row: int) -> None:
+        """Give back one pin of *row*."""
+        with self._lock:
+            assert self._pins_at[row] > 0, f"row {row} is not pinned"
+            self._pins_at[row] -= 1
+            if self._state_at[row] == DOOMED:
+                self._collect([row])
+            else:
+                self._offer(row)
+
+    def rows_of(self, keys: Keys) -> Rows:
+        """Ready rows of *keys* ``[n, 2]``, unverified; -1 where there is none."""
+        with self._lock:
+            rows = self._table.find(keys)
+            rows[(rows >= 0) & (self.state[rows] != READY)] = -1
+            return rows
+
+    # -- reserve, fill, commit ----------------------------------------------------------------------------------------
+
+    def reserve(
+        self,
+        chain: Chain,
+        root: int,
+        first: int,
+        count: int,
+        fidelity: int | npt.NDArray[np.uint8] = Fidelity.EXACT,
+        layout: int | npt.NDArray[np.uint8] = 0,
+        hint: RequestHint = NO_HINT,
+    ) -> Reservation:
+        """Reserve rows for those of the blocks *first* to *first* + *count* - 1 that are not here, evicting for them.
+
+        Blocks that are ready or being written by somebody else are left to them.  A resident block whose record
+        differs, or that is less exact, gives way together with what was built on it.  *fidelity* and *layout* are one
+        value, or one for each of the *count* blocks.
+        """
+        end = min(first + count, chain.num_blocks)
+        fidelity = np.broadcast_to(np.asarray(fidelity, np.uint8), (count,))
+        layout = np.broadcast_to(np.asarray(layout, np.uint8), (count,))
+        with self._lock:
+            resident, in_the_way = self._resident_run(chain, root, first, end, fidelity)
+            start = max(first, len(resident))
+            if len(resident) < first:
+                return Reservation(_NONE, start, 0, reason="parent_absent")
+            if start >= end:
+                return Reservation(_NONE, start, 0)
+            replaced = self._doom(in_the_way) if len(in_the_way) else 0
+            tip = int(resident[-1]) if len(resident) else root
+            rows, evicted, reason = self._allocate(end - start, tip, hint)
+            if len(rows):
+                self._attach(rows, chain, start, tip)
+                self.layout[rows] = layout[start - first :][: len(rows)]
+                # What is computed on a lossy prefix is at most as good as that prefix.
+                self.fidelity[rows] = np.maximum.accumulate(fidelity[start - first :][: len(rows)])
+                if tip >= 0:
+                    self.fidelity[rows] = np.maximum(self.fidelity[rows], self.fidelity[tip])
+            return Reservation(rows, start, end - start, evicted, replaced, reason)
+
+    def commit(self, rows: Rows, hint: RequestHint = NO_HINT) -> int:
+        """Make reserved *rows* visible; returns how many are, which is fewer if they were dropped meanwhile."""
+        if not len(rows):
+            return 0
+        with self._lock:
+            self.busy[rows] = False
+            alive = self.state[rows] == PENDING
+            if not alive.all():
+                self._collect(rows[~alive][::-1].tolist())
+                rows = rows[alive]
+            self.state[rows] = READY
+            if len(rows):
+                self.policy.on_request(self._clock(), rows, 0, hint)
+                for row in rows[self.children[rows] == 0].tolist():
+                    self._offer(row)
+            return len(rows)
+
+    def abort(self, rows: Rows) -> None:
+        """Give reserved *rows* back unwritten, with whatever was built on them."""
+        if not len(rows):
+            return
+        with self._lock:
+            self.busy[rows] = False
+            self._doom(rows)
+            self._collect(rows[::-1].tolist())
+
+    # -- leaving ------------------------------------------------------------------------------------------------------
+
+    def evict(self, count: int) -> Keys:
+        """Let up to *count* blocks leave by policy; returns the keys ``[n, 2]`` of those that did."""
+        with self._lock:
+            return self._evict(count)
+
+    def drop(self, rows: Rows) -> int:
+        """Make *rows* and all that was built on them invisible now, and free them as soon as nobody holds them."""
+        with self._lock:
+            return self._doom(rows[self.state[rows] != FREE])
+
+    def drop_leaves(self, rows: Rows) -> int:
+        """Free those of *rows* that nothing else holds or builds on, the deepest first; returns how many."""
+        with self._lock:
+            rows = np.unique(rows[rows >= 0])
+            gone = []
+            for row in rows[np.argsort(-self.depth[rows], kind="stable")].tolist():
+                if self._can_leave(row):
+                    self.policy.forget(row)
+                    gone.append(row)
+                    self._offer_parent(row)
+            return len(self._let_go(gone))
+
+    def finish(self, tip: int, output_tokens: int) -> None:
+        """Tell the policy that the request whose chain ends in *tip* has generated *output_tokens*."""
+        if type(self.policy).on_finish is not EvictionPolicy.on_finish:
+            with self._lock:
+                self.policy.on_finish(self.stored_chain(tip).rows, output_tokens)
+
+    def clear(self) -> int:
+        """Drop every block; those that are held go when they are let go.  Returns how many could be found."""
+        with self._lock:
+            return self._doom(np.flatnonzero(self.state != FREE).astype(np.int32))
+
+    def pin(self, row: int) -> None:
+        """Hold *row* and its ancestors until :meth:`unpin`."""
+        with self._lock:
+            self._pin(row)
+
+    def stored_chain(self, row: int) -> StoredChain:
+        """The chain from its first block to *row*, which the caller must hold a pin of."""
+        with self._lock:
+            rows = np.empty(int(self.depth[row]) + 1, np.int32)
+            for i in range(len(rows) - 1, -1, -1):
+                rows[i] = row
+                row = self._parent_at[row]
+            span = as_slice(rows)
+            return StoredChain(
+                root=row,
+                rows=rows,
+                keys=self.keys[span].copy(),
+                token_blocks=self.tokens[span].copy(),
+                extras=self.extras[span].copy(),
+                fidelity=self.fidelity[span].copy(),
+                layout=self.layout[span].copy(),
+                memo={},
+            )
+
+    def select_victims(self, count: int) -> Rows:
+        """Pin up to *count* rows that the policy would let leave first; :meth:`remove_selected` ends that."""
+        with self._lock:
+            rows = np.array(self.policy.victims(count, self._unlink), np.int32)
+            for row in rows.tolist():
+                self._pins_at[row] += 1
+                if self._parent_at[row] >= 0:
+                    self._children_at[self._parent_at[row]] += 1
+            return rows
+
+    def remove_selected(self, rows: Rows) -> Keys:
+        """Let selected *rows* leave, unless somebody has begun to use them; returns the keys of those that left."""
+        with self._lock:
+            left = []
+            for row in rows.tolist():
+                self._pins_at[row] -= 1
+                if self._state_at[row] == DOOMED:
+                    self._collect([row])
+                elif self._can_leave(row):
+                    left.append(row)
+                    self._offer_parent(row)
+            return self._let_go(left)
+
+    # -- inside, with the lock held -----------------------------------------------------------------------------------
+
+    def _find_run(self, chain: Chain, root: int, limit: int, worst: Fidelity) -> Found:
+        limit = min(limit, chain.num_blocks)
+        known = self._recall(chain, root, limit)
+        fresh = self._table.find(chain.keys[len(known) : limit], leading=True)
+        absent = fresh < 0
+        if absent.any():
+            fresh = fresh[: int(absent.argmax())]
+        rows = np.concatenate((known, fresh)) if len(known) else fresh
+        reason = "absent" if len(rows) < limit else ""
+        good = self._verified(chain, root, rows, len(known))
+        if good < len(rows):
+            rows, reason = rows[:good], "record_differs"
+        waiting = (self.state[as_slice(rows)] != READY) | (self.fidelity[as_slice(rows)] > worst)
+        if waiting.any():
+            stop = int(waiting.argmax())
+            reason = "in_progress" if self._state_at[int(rows[stop])] == PENDING else "not_exact"
+            rows = rows[:stop]
+        self._remember(chain, root, rows)
+        return Found(rows, reason)
+
+    def _resident_run(
+        self, chain: Chain, root: int, first: int, end: int, fidelity: npt.NDArray[np.uint8]
+    ) -> tuple[Rows, Rows]:
+        """The leading rows of *chain* that stay for a save of the blocks from *first* on, and those that give way."""
+        known = self._recall(chain, root, end)
+        rows = np.concatenate((known, self._table.find(chain.keys[len(known) : end])))
+        present = int((rows < 0).argmax()) if (rows < 0).any() else end
+        good = self._verified(chain, root, rows[:present], len(known))
+        worse = self.fidelity[rows[first:good]] > fidelity[: max(good - first, 0)]
+        if worse.any():
+            good = first + int(worse.argmax())
+        return rows[:good], rows[good:][rows[good:] >= 0]
+
+    def _verified(self, chain: Chain, root: int, rows: Rows, start: int) -> int:
+        """How many leading *rows* carry the records of *chain*; those before *start* are known to."""
+        stop = len(rows)
+        if start >= stop:
+            return stop
+        span = as_slice(rows[start:])
+        above = np.empty(stop - start, np.int32)
+        above[0] = rows[start - 1] if start else root
+        above[1:] = rows[start:-1]
+        wrong = self.parent[span] != above
+        wrong |= (self.extras[span] != chain.extras[start:stop]).any(axis=1)
+        tokens_differ = self.tokens[span] != chain.token_blocks[start:stop]
+        if tokens_differ.any():
+            wrong |= tokens_differ.any(axis=1)
+        return start + int(wrong.argmax()) if wrong.any() else stop
+
+    def _recall(self, chain: Chain, root: int, limit: int) -> Rows:
+        """Rows that an earlier match of the same chain object verified, as far as none has changed since."""
+        memo = chain.memo.get(self.number)
+        if memo is None or memo[0] != root:
+            return _NONE
+        rows: Rows = memo[1][:limit]
+        generations = memo[2][:limit]
+        changed = self.generation[as_slice(rows)] != generations
+        return rows[: int(changed.argmax())] if changed.any() else rows
+
+    def _remember(self, chain: Chain, root: int, rows: Rows) -> None:
+        chain.memo[self.number] = (root, rows, self.generation[as_slice(rows)].copy())
+
+    def _allocate(self, count: int, tip: int, hint: RequestHint) -> tuple[Rows, Keys, str]:
+        evicted, reason = NO_KEYS, ""
+        if count > self._num_free:
+            admitted = self._num_free + self.policy.admit(count - self._num_free, hint)
+            if admitted < count:
+                count, reason = admitted, "not_admitted"
+            if tip >= 0:
+                self._pin(tip)
+            evicted = self._evict(count - self._num_free)
+            if count > self._num_free:
+                count, reason = self._num_free, "full"
+            if tip >= 0:
+                self._pins_at[tip] -= 1
+                if not count:
+                    self._offer(tip)
+        top = self._num_free
+        rows = self._free[top - count : top][::-1].copy()
+        self._num_free -= count
+        return rows, evicted, reason
+
+    def _attach(self, rows: Rows, chain: Chain, start: int, tip: int) -> None:
+        stop = start + len(rows)
+        self.keys[rows] = chain.keys[start:stop]
+        self.tokens[rows] = chain.token_blocks[start:stop]
+        self.extras[rows] = chain.extras[start:stop]
+        self.parent[rows[0]] = tip
+        self.parent[rows[1:]] = rows[:-1]
+        self.depth[rows] = np.arange(start, stop)
+        self.children[rows] = 1
+        self.children[rows[-1]] = 0
+        self.state[rows] = PENDING
+        self.busy[rows] = True
+        self.hits[rows] = 0
+        if tip >= 0:
+            self._children_at[tip] += 1
+            if self._children_at[tip] == 1:
+                self.policy.on_evictable(tip, False)
+        self._table.insert(rows)

@@ -1,0 +1,129 @@
+"""Background work in two lanes: loads go before stores.
+
+The pool starts its threads with the first job and never keeps the process alive.  Both lanes are bounded: a job that
+does not fit is refused, and the caller counts that.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from enum import IntEnum
+
+
+class Lane(IntEnum):
+    """Lower goes first."""
+
+    LOAD = 0
+    STORE = 1
+
+
+class Ticket:
+    """A job that was taken; ask or wait for its end."""
+
+    def __init__(self, job: Callable[[], object]) -> None:
+        self._job = job
+        self._done = threading.Event()
+        self.error: Exception | None = None
+
+    def run(self) -> None:
+        """Run the job; its exception stays in :attr:`error`."""
+        try:
+            self._job()
+        except Exception as error:
+            self.error = error
+        finally:
+            self._job = _nothing
+            self._done.set()
+
+    @property
+    def done(self) -> bool:
+        """Whether the job has ended."""
+        return self._done.is_set()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait up to *timeout* seconds for the job's end; True when it has ended."""
+        return self._done.wait(timeout)
+
+
+def _nothing() -> None:
+    return None
+
+
+class IOPool:
+    """Daemon threads that run jobs, the load lane first.
+
+    Parameters
+    ----------
+    threads:
+        Number of threads.
+    max_pending:
+        Jobs that may wait in each lane.
+    on_error:
+        Called with the exception of a job that failed.
+    """
+
+    def __init__(self, threads: int, max_pending: int, on_error: Callable[[Exception], None]) -> None:
+        self._size = threads
+        self._max_pending = max_pending
+        self._on_error = on_error
+        self._lanes: tuple[deque[Ticket], ...] = tuple(deque() for _ in Lane)
+        self._changed = threading.Condition()
+        self._threads: list[threading.Thread] = []
+        self._running = 0
+        self._closed = False
+
+    def submit(self, lane: Lane, job: Callable[[], object]) -> Ticket | None:
+        """Queue *job*; None when the lane is full or the pool is closed."""
+        with self._changed:
+            if self._closed or len(self._lanes[lane]) >= self._max_pending:
+                return None
+            ticket = Ticket(job)
+            self._lanes[lane].append(ticket)
+            if len(self._threads) < self._size:
+                self._start_thread()
+            self._changed.notify()
+            return ticket
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until nothing is queued or running; False when *timeout* seconds were not enough."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._running and not self.pending, timeout)
+
+    @property
+    def pending(self) -> int:
+        """Jobs that wait."""
+        return sum(len(lane) for lane in self._lanes)
+
+    def close(self) -> None:
+        """Refuse new jobs, finish those that were taken, end the threads; idempotent."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+            threads, self._threads = self._threads, []
+        for thread in threads:
+            if thread is not threading.current_thread():
+                thread.join()
+
+    def _start_thread(self) -> None:
+        name = f"kvcache-factory-io-{len(self._threads)}"
+        thread = threading.Thread(target=self._work, name=name, daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self.pending or self._closed)
+                lane = next((lane for lane in self._lanes if lane), None)
+                if lane is None:
+                    return
+                ticket = lane.popleft()
+                self._running += 1
+            ticket.run()
+            if ticket.error is not None:
+                self._on_error(ticket.error)
+            with self._changed:
+                self._running -= 1
+                self._changed.notify_all()

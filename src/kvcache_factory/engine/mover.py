@@ -1,0 +1,58 @@
+"""Copies between engine tensors and the slots of a tier.  It never decides: it is told rows and positions."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+
+from ..block.spec import Layout
+from ..memory.move import gather, scatter
+from ..memory.region import BlockPositions, Region
+from .table import Rows
+from .tier import Tier
+
+LAYOUT_CODES = {Layout.LCND: 0, Layout.LCHND: 1}
+_LAYOUTS = {code: layout for layout, code in LAYOUT_CODES.items()}
+
+
+class Mover:
+    """Gather and scatter, one call per batch, counting the copies in flight so that memory outlives them."""
+
+    def __init__(self) -> None:
+        self._idle = threading.Condition()
+        self._copies = 0
+
+    @staticmethod
+    def layout_code(tag: Layout) -> int:
+        """The number under which an index keeps the order of a payload's bytes."""
+        return LAYOUT_CODES[tag]
+
+    def gather(self, tier: Tier, rows: Rows, region: Region, positions: BlockPositions) -> None:
+        """Fill *rows* from *positions*, in the region's own order."""
+        with self:
+            gather(region, positions, tier.slots, rows, tier.payload_offset, region.tag)
+
+    def scatter(self, tier: Tier, rows: Rows, region: Region, positions: BlockPositions) -> None:
+        """Copy *rows* to *positions*, converting those that were written in another order."""
+        codes = tier.index.layout[rows]
+        with self:
+            for code in np.unique(codes).tolist():
+                same = np.flatnonzero(codes == code)
+                part = positions if len(same) == len(rows) else BlockPositions(positions.a[same], positions.b[same])
+                scatter(region, part, tier.slots, rows[same], tier.payload_offset, _LAYOUTS[code])
+
+    def drain(self) -> None:
+        """Wait until no copy is in flight."""
+        with self._idle:
+            self._idle.wait_for(lambda: not self._copies)
+
+    def __enter__(self) -> None:
+        with self._idle:
+            self._copies += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._idle:
+            self._copies -= 1
+            if not self._copies:
+                self._idle.notify_all()

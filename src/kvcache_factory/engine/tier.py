@@ -1,0 +1,153 @@
+"""A tier: where bytes rest (store), who is there (index), who leaves (policy), and how much there is (budget)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from ..block.envelope import checksum
+from ..block.spec import BlockSpec
+from ..errors import CapacityError
+from ..policy.base import EvictionPolicy
+from ..store.base import SlotMemory, Store
+from .index import Index
+from .ledger import Event, Ledger
+from .table import Keys, Rows
+
+GIB = 1 << 30
+SAMPLE_EVERY = 16
+"""With ``integrity="sample"``, one block in this many carries a checksum."""
+
+
+class Tier:
+    """One level of the hierarchy.
+
+    Parameters
+    ----------
+    name:
+        Name in the ledger, e.g. ``"gpu"``.
+    store:
+        An unopened store.
+    policy:
+        A policy of this tier's own.
+    budget_bytes:
+        Hard cap on slots and index together.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        store: Store,
+        policy: EvictionPolicy,
+        budget_bytes: int,
+        ledger: Ledger,
+        clock: Callable[[], float],
+    ) -> None:
+        self.name = name
+        self.store = store
+        self.policy = policy
+        self.budget_bytes = budget_bytes
+        self.ledger = ledger
+        self._clock = clock
+        self.spec: BlockSpec | None = None
+        self._index: Index | None = None
+        self.block_bytes = 0
+
+    def open(self, spec: BlockSpec) -> None:
+        """Allocate slots and index for blocks of *spec*; CapacityError when not one block fits."""
+        per_row = self.store.slot_bytes(spec) + Index.bytes_per_row(spec.block_tokens)
+        rows = min(self.budget_bytes // per_row, np.iinfo(np.int32).max)
+        if rows < 1:
+            raise CapacityError(
+                f"tier {self.name!r} has {self.budget_bytes:,} bytes, but one block of {spec.block_tokens} tokens "
+                f"takes {per_row:,}; give it at least {per_row / GIB:.4f} GiB"
+            )
+        self.store.open(spec, rows)
+        self._index = Index(rows, spec.block_tokens, self.policy, self._clock)
+        self.spec = spec
+        self.block_bytes = per_row
+
+    @property
+    def index(self) -> Index:
+        """The index; the tier must be open."""
+        assert self._index is not None, f"tier {self.name!r} is not open"
+        return self._index
+
+    @property
+    def slots(self) -> SlotMemory:
+        """The slots as memory that engine tensors can be copied into and out of."""
+        memory = self.store.memory
+        assert memory is not None, f"the store of tier {self.name!r} is not memory"
+        return memory
+
+    @property
+    def payload_offset(self) -> int:
+        """Bytes from the start of a slot to its payload."""
+        return self.store.payload_offset
+
+    @property
+    def is_open(self) -> bool:
+        """Whether slots and index exist."""
+        return self._index is not None
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of the blocks that are here, overhead included."""
+        return self.index.used * self.block_bytes if self._index else 0
+
+    def state(self) -> dict[str, Any]:
+        """What the tier holds, as plain data."""
+        index = self._index
+        return {
+            "tier": self.name,
+            "policy": self.policy.name,
+            "budget_bytes": self.budget_bytes,
+            "capacity_blocks": index.capacity if index else 0,
+            "held_blocks": index.used if index else 0,
+            "held_bytes": self.held_bytes,
+            "block_bytes": self.block_bytes,
+            "prefaulted": getattr(self.store.memory, "prefaulted", 1.0) if index else 0.0,
+        }
+
+    def count(self, event: Event, blocks: int, reason: str = "") -> None:
+        """Count *blocks* in the ledger under this tier; nothing when there are none."""
+        if blocks:
+            self.ledger.add(self.name, event, blocks, blocks * self.block_bytes, reason)
+
+    def count_evicted(self, keys: Keys, below: Tier | None) -> None:
+        """Count evicted blocks, telling those that are still in the tier *below* from those that are lost."""
+        kept = int((below.index.rows_of(keys) >= 0).sum()) if below is not None and len(keys) else 0
+        self.count(Event.EVICTED, kept, "kept_below")
+        self.count(Event.EVICTED, len(keys) - kept, "capacity")
+
+    def seal(self, rows: Rows, integrity: str) -> None:
+        """Note checksums of the payloads of *rows* that were just filled, as far as *integrity* asks for it."""
+        for row in self._checked(rows, integrity):
+            self.index.checksum[row] = self._payload_checksum(row)
+
+    def sound(self, rows: Rows, integrity: str) -> int:
+        """How many leading *rows* still have the payload that was sealed."""
+        for row in self._checked(rows, integrity):
+            expected = int(self.index.checksum[row])
+            if expected and self._payload_checksum(row) != expected:
+                return int((rows == row).argmax())
+        return len(rows)
+
+    def _checked(self, rows: Rows, integrity: str) -> list[int]:
+        if integrity == "off":
+            return []
+        if integrity == "sample":
+            rows = rows[self.index.keys[rows, 0] % SAMPLE_EVERY == 0]
+        return [int(row) for row in rows]
+
+    def _payload_checksum(self, row: int) -> int:
+        assert self.spec is not None
+        payload = self.store.payload(row)
+        return checksum(payload) if payload is not None else 0
+
+    def close(self) -> None:
+        """Give slots and index back; idempotent."""
+        self.store.close()
+        self._index = None

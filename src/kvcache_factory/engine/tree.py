@@ -1,0 +1,201 @@
+"""Rows of one tier as a tree in columns, and what holds each of them.
+
+A row number is a slot number.  Per row there are a key, a record (parent, tokens, digest of the extras), a state, and
+counts of what holds it; there are no Python objects per block.  Invariants, checked by :meth:`Tree.check`:
+
+* a row is in the key table exactly when it is PENDING or READY;
+* a row's parent is never freed before the row: contents are closed under prefix;
+* a row can leave when it is READY, has no children and no pins; the policy knows exactly these rows;
+* a busy row belongs to the operation that fills it, and nothing else frees it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Iterable
+
+import numpy as np
+import numpy.typing as npt
+
+from ..policy.base import EvictionPolicy
+from .table import Keys, KeyTable, Rows
+
+FREE, PENDING, READY, DOOMED = 0, 1, 2, 3
+"""States of a row: free, reserved but not filled, visible, hidden and waiting to be let go."""
+
+NO_KEYS: Keys = np.empty((0, 2), np.uint64)
+_NUMBERS = itertools.count()
+
+
+class Tree:
+    """Columns of *rows* rows, and the steps that keep their invariants; methods expect the lock to be held.
+
+    One lock, held for microseconds and never across a copy or I/O.
+    """
+
+    def __init__(self, rows: int, block_tokens: int, policy: EvictionPolicy, clock: Callable[[], float]) -> None:
+        self.capacity = rows
+        self.number = next(_NUMBERS)
+        self.policy = policy
+        self._clock = clock
+        self._lock = threading.RLock()
+        self.keys = np.zeros((rows, 2), np.uint64)
+        self.tokens = np.zeros((rows, block_tokens), np.uint32)
+        self.extras = np.zeros((rows, 2), np.uint64)
+        self.parent = np.full(rows, -1, np.int32)
+        self.depth = np.zeros(rows, np.int32)
+        self.children = np.zeros(rows, np.int32)
+        self.pins = np.zeros(rows, np.int32)
+        self.state = np.zeros(rows, np.uint8)
+        self.busy = np.zeros(rows, np.bool_)
+        self.fidelity = np.zeros(rows, np.uint8)
+        self.layout = np.zeros(rows, np.uint8)
+        self.generation = np.zeros(rows, np.uint32)
+        self.hits = np.zeros(rows, np.uint32)
+        self.checksum = np.zeros(rows, np.uint64)
+        self._parent_at, self._children_at = memoryview(self.parent), memoryview(self.children)
+        self._pins_at, self._state_at = memoryview(self.pins), memoryview(self.state)
+        self._table = KeyTable(self.keys)
+        self._free: Rows = np.arange(rows - 1, -1, -1, dtype=np.int32)
+        self._num_free = rows
+        policy.bind(rows)
+
+    @property
+    def used(self) -> int:
+        """Rows that hold a block or are about to."""
+        return self.capacity - self._num_free
+
+    @property
+    def ready(self) -> int:
+        """Rows whose block can be found."""
+        return int(np.count_nonzero(self.state == READY))
+
+    @staticmethod
+    def bytes_per_row(block_tokens: int) -> int:
+        """Bytes of index, policy and record that a row costs at most, tokens included."""
+        return 160 + 4 * block_tokens
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the index's own arrays, tokens included, without the policy."""
+        columns = (self.keys, self.extras, self.parent, self.depth, self.children, self.pins, self.state, self.busy)
+        more = (self.fidelity, self.layout, self.generation, self.hits, self.checksum, self.tokens, self._free)
+        return sum(c.nbytes for c in columns + more) + self._table.nbytes
+
+    def _pin(self, row: int) -> None:
+        self._pins_at[row] += 1
+        if self._pins_at[row] == 1:
+            self.policy.on_evictable(row, False)
+
+    def _can_leave(self, row: int) -> bool:
+        return self._state_at[row] == READY and self._children_at[row] == 0 and self._pins_at[row] == 0
+
+    def _offer(self, row: int) -> None:
+        if self._can_leave(row):
+            self.policy.on_evictable(row, True)
+
+    def _unlink(self, row: int) -> int:
+        """Take a leaf out of the tree; the caller frees it.  Returns its parent if that can leave now, else -1."""
+        parent = self._parent_at[row]
+        if parent < 0:
+            return -1
+        self._children_at[parent] -= 1
+        return parent if self._can_leave(parent) else -1
+
+    def _evict(self, count: int) -> Keys:
+        if count <= 0:
+            return NO_KEYS
+        return self._let_go(self.policy.victims(count, self._unlink))
+
+    def _offer_parent(self, row: int) -> None:
+        parent = self._unlink(row)
+        if parent >= 0:
+            self.policy.on_evictable(parent, True)
+
+    def _let_go(self, unlinked: list[int]) -> Keys:
+        """Free rows that were taken out of the tree; returns their keys."""
+        rows = np.array(unlinked, np.int32)
+        self._table.remove(rows)
+        self._release(rows)
+        return self.keys[rows]
+
+    def _release(self, rows: Rows) -> None:
+        """Return rows that nobody can see or holds any more to the free list."""
+        self.state[rows] = FREE
+        self.generation[rows] += 1
+        self._free[self._num_free : self._num_free + len(rows)] = rows[::-1]
+        self._num_free += len(rows)
+
+    def _doom(self, rows: Rows) -> int:
+        """Hide *rows* and their descendants, and free those that nobody holds; returns how many could be found."""
+        doomed = np.flatnonzero(self._below(rows) & ((self.state == PENDING) | (self.state == READY))).astype(np.int32)
+        if not len(doomed):
+            return 0
+        lost = int(np.count_nonzero(self.state[doomed] == READY))
+        self._table.remove(doomed)
+        self.state[doomed] = DOOMED
+        self.generation[doomed] += 1
+        for row in doomed.tolist():
+            self.policy.forget(row)
+        self._collect(doomed[np.argsort(-self.depth[doomed], kind="stable")].tolist())
+        return lost
+
+    def _below(self, rows: Rows) -> npt.NDArray[np.bool_]:
+        """Mask of *rows* and everything that descends from them, by pointer doubling."""
+        marked = np.zeros(self.capacity, np.bool_)
+        marked[rows] = True
+        if (self.children[rows] == 0).all():
+            return marked
+        up = np.where(self.parent >= 0, self.parent, np.arange(self.capacity))
+        up[self.state == FREE] = np.flatnonzero(self.state == FREE)
+        marked &= self.state != FREE
+        for _ in range(int(self.depth.max()).bit_length() + 1):
+            marked |= marked[up]
+            up = up[up]
+        return marked
+
+    def _collect(self, rows: Iterable[int]) -> None:
+        """Free doomed *rows* that nobody holds, and then the ancestors that waited for them."""
+        freed = []
+        for row in rows:
+            while row >= 0 and self._state_at[row] == DOOMED:
+                if self._children_at[row] or self._pins_at[row] or self.busy[row]:
+                    break
+                parent = self._parent_at[row]
+                self._state_at[row] = FREE
+                freed.append(row)
+                if parent >= 0:
+                    self._children_at[parent] -= 1
+                    self._offer(parent)
+                row = parent
+        self._release(np.array(freed, np.int32))
+
+    def check(self) -> list[str]:
+        """Violated invariants, as sentences; empty when all is well."""
+        with self._lock:
+            return list(self._violations())
+
+    def _violations(self) -> Iterable[str]:
+        live = np.flatnonzero(self.state != FREE).astype(np.int32)
+        if len(live) != self.used:
+            yield f"{len(live)} rows are not free, but {self.used} are counted as used"
+        parents = self.parent[live]
+        counted = np.bincount(parents[parents >= 0], minlength=self.capacity)
+        if (counted[live] != self.children[live]).any():
+            yield "a row's count of children is not the number of rows that name it as parent"
+        if len(parents) and (self.state[parents[parents >= 0]] == FREE).any():
+            yield "a row's parent was freed before it"
+        visible = live[(self.state[live] == PENDING) | (self.state[live] == READY)]
+        if (self._table.find(self.keys[visible]) != visible).any():
+            yield "a visible row is not found under its key"
+        if (self.pins < 0).any() or (self.pins[self.state == FREE] != 0).any():
+            yield "a free row is pinned, or a count of pins is negative"
+
+
+def as_slice(rows: Rows) -> Rows | slice:
+    """The slice that selects the same rows when they follow each other: a copy without gathering."""
+    n = len(rows)
+    if n > 1 and int(rows[-1]) - int(rows[0]) == n - 1 and bool((rows[1:] - rows[:-1] == 1).all()):
+        return slice(int(rows[0]), int(rows[-1]) + 1)
+    return rows

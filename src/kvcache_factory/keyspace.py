@@ -1,0 +1,185 @@
+"""A model's view of a manager: the verbs that engines' adapters call, under one identity.
+
+In the engine's path nothing raises: whatever fails is counted, logged once in a while, and answered as a miss.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from .block.envelope import Fidelity
+from .block.identity import Identity
+from .block.key import KeyChain, MediaSpan
+from .block.plan import Match
+from .block.spec import BlockSpec
+from .engine.chain import TierChain
+from .engine.io import Ticket
+from .engine.ledger import MANAGER, Event, Ledger
+from .memory.region import BlockPositions, Region
+from .policy.base import RequestHint, ReuseHint
+from .session import SessionBook, current_session
+
+if TYPE_CHECKING:
+    from .config import ManagerConfig
+
+_log = logging.getLogger("kvcache_factory")
+LOG_EVERY_S = 60.0
+
+
+class Context:
+    """What every key space of one manager shares."""
+
+    def __init__(
+        self, config: ManagerConfig, chain: TierChain, ledger: Ledger, sessions: SessionBook, number: int
+    ) -> None:
+        self.config = config
+        self.chain = chain
+        self.ledger = ledger
+        self.sessions = sessions
+        self.number = number
+        self._logged: dict[str, float] = {}
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def guarded(self, verb: str) -> Iterator[None]:
+        """Count and log whatever is raised inside instead of letting it reach the engine; measure the time if asked."""
+        begun = time.perf_counter()
+        try:
+            yield
+        except Exception as error:
+            self.failed(verb, error)
+        if self.config.enable_metrics:
+            self.ledger.time(verb, time.perf_counter() - begun)
+
+    def failed(self, verb: str, error: Exception) -> None:
+        """Count a failure of *verb*, and log it unless its like was logged within a minute."""
+        kind = f"{verb}:{type(error).__name__}"
+        self.ledger.add(MANAGER, Event.ERROR, reason=kind)
+        now = time.monotonic()
+        with self._lock:
+            if now - self._logged.get(kind, -LOG_EVERY_S) < LOG_EVERY_S:
+                return
+            self._logged[kind] = now
+        _log.warning("manager %r: %s failed and is answered as a miss: %s: %s", self.config.name, verb, kind, error)
+
+
+class KeySpace:
+    """One model in one manager.  Made by :meth:`CacheManager.register`; safe to use from several threads.
+
+    A :class:`KeyChain` belongs to one request at a time.
+    """
+
+    def __init__(self, context: Context, spec: BlockSpec, identity: Identity, root: int) -> None:
+        self.spec = spec
+        self.identity = identity
+        self._context = context
+        self._root = root
+
+    @property
+    def block_tokens(self) -> int:
+        """Tokens of a storage block."""
+        return self.spec.block_tokens
+
+    def chain(self, tokens: Any = (), media: Sequence[MediaSpan] = ()) -> KeyChain:
+        """The keys of *tokens* (list, array or tensor of integers); TokenError when they are not token ids."""
+        chain = KeyChain(self.identity, builder=self._context.config.key_builder, media=media)
+        chain.extend(tokens)
+        return chain
+
+    def peek(self, chain: KeyChain) -> int:
+        """Leading blocks that are stored, by key alone: no verification, no lease, nothing counted."""
+        return self._context.chain.peek(chain)
+
+    def match(
+        self,
+        chain: KeyChain,
+        request_id: str,
+        *,
+        max_tokens: int | None = None,
+        session: str | None = None,
+        reuse_hint: ReuseHint = "unknown",
+    ) -> Match:
+        """The verified, stored leading run of *chain*, of at most *max_tokens* tokens, leased to *request_id*.
+
+        Hold it for loading and give it back with :meth:`release`.  Empty when anything fails.
+        """
+        context = self._context
+        limit = chain.num_blocks
+        if max_tokens is not None:
+            limit = min(limit, max(max_tokens, 0) // self.block_tokens)
+        match = Match(request_id, reason="error" if context.chain.is_open else "closed")
+        with context.guarded("match"):
+            hint = RequestHint(reuse=reuse_hint, total_blocks=chain.num_blocks)
+            if context.chain.is_open:
+                match = context.chain.match(chain, self._root, request_id, limit, Fidelity.EXACT, hint)
+        self._charge(session, chain, match.blocks, used=True)
+        return match
+
+    def load(self, match: Match, region: Region, positions: BlockPositions) -> int:
+        """Copy the blocks of *match*, from number 0 on, to *positions* of *region*.
+
+        Returns how many leading blocks were copied; what lies behind them is undefined and must be recomputed.
+        """
+        loaded = 0
+        with self._context.guarded("load"):
+            if self._context.chain.is_open and match.blocks:
+                loaded = self._context.chain.load(match, region, positions)
+        return loaded
+
+    def save(
+        self,
+        chain: KeyChain,
+        region: Region,
+        positions: BlockPositions,
+        *,
+        first: int = 0,
+        session: str | None = None,
+        reuse_hint: ReuseHint = "unknown",
+        fidelity: Fidelity = Fidelity.EXACT,
+    ) -> int:
+        """Store what is missing of the blocks *first* .. *first* + len(positions) - 1 of *chain*.
+
+        Returns how many blocks were stored.  Blocks before *first* must be stored already.
+        """
+        stored = 0
+        with self._context.guarded("save"):
+            count = min(len(positions), chain.num_blocks - first)
+            if self._context.chain.is_open and count > 0:
+                hint = RequestHint(reuse=reuse_hint, total_blocks=chain.num_blocks, first_block=first)
+                part = positions[:count]
+                stored = self._context.chain.save(chain, self._root, region, part, first, fidelity, hint)
+                self._charge(session, chain, first + count)
+        return stored
+
+    def release(self, request_id: str, output_tokens: int = 0) -> bool:
+        """Give the lease of a request back; idempotent.  *output_tokens*: how many it generated."""
+        released = False
+        with self._context.guarded("release"):
+            released = self._context.chain.release(request_id, output_tokens)
+        return released
+
+    def prefetch(self, chain: KeyChain) -> Ticket | None:
+        """Start to bring what slower tiers hold of *chain* to the first tier; None when there is nothing to do."""
+        ticket = None
+        with self._context.guarded("prefetch"):
+            if self._context.chain.is_open:
+                ticket = self._context.chain.prefetch(chain, self._root)
+        return ticket
+
+    def drop(self, chain: KeyChain, first: int = 0) -> int:
+        """Drop the blocks of *chain* from number *first* on, and all that was built on them; returns how many."""
+        return self._context.chain.drop(chain, first) if self._context.chain.is_open else 0
+
+    def _charge(self, session: str | None, chain: KeyChain, blocks: int, *, used: bool = False) -> None:
+        session = session if session is not None else current_session(self._context.number)
+        if session is None:
+            return
+        with self._context.guarded("charge"):
+            self._context.sessions.charge(session, chain.keys[:blocks])
+            if used:
+                self._context.sessions.used(session, chain.num_tokens, blocks * self.block_tokens)

@@ -1,0 +1,224 @@
+"""CacheManager: the one door to the cache."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from typing import Any
+
+from .backend import Backend, CPUBackend
+from .block.identity import Identity
+from .block.spec import BlockSpec
+from .build import build_chain
+from .config import Integrity, ManagerConfig, PolicyConfig, dump_config, parse_config
+from .engine.chain import TierChain
+from .engine.ledger import MANAGER, Event, Ledger
+from .errors import ConfigError
+from .jit import warm_up_in_background
+from .keyspace import Context, KeySpace
+from .policy.base import EvictionPolicy
+from .policy.order import LRUEvictionPolicy
+from .registry import make_policy
+from .session import Session, SessionBook, SessionScope
+
+_NUMBERS = itertools.count(1)
+
+
+class CacheManager:
+    """Keeps KV blocks under one budget, for the models that are registered with it.
+
+    Constructing one is pure description: memory is allocated and threads are started when the first model is
+    registered.  Everything is safe to call from several threads.
+
+    Parameters
+    ----------
+    backend:
+        CPUBackend (the default), GPUBackend or HierarchicalBackend.
+    eviction_policy:
+        Who leaves when a tier is full; the default is leaf-first LRU.
+    compression_policy:
+        Must be None: this version stores blocks as they are.
+    enable_metrics:
+        Measure the time of each operation; counts are always kept.  See :meth:`state`.
+    name:
+        Name in logs and figures.
+    integrity:
+        Verify payloads in memory on load: ``"off"``, ``"sample"`` (one block in 16) or ``"full"``.
+    key_builder:
+        ``"ROLLING_HASH"``, ``"SIMPLE_HASH"`` or ``"RAW"``.
+    lease_max_age_s:
+        Seconds after which a request that never ended loses its hold on blocks.
+    io_threads:
+        Threads that copy between tiers.
+    """
+
+    def __init__(
+        self,
+        backend: Backend | None = None,
+        eviction_policy: EvictionPolicy | None = None,
+        compression_policy: None = None,
+        enable_metrics: bool = False,
+        *,
+        name: str = "default",
+        integrity: Integrity = "off",
+        key_builder: str = "ROLLING_HASH",
+        lease_max_age_s: float = 600.0,
+        io_threads: int = 1,
+    ) -> None:
+        backend = backend if backend is not None else CPUBackend()
+        policy = eviction_policy if eviction_policy is not None else LRUEvictionPolicy()
+        if not isinstance(backend, Backend):
+            raise ConfigError(f"backend={backend!r}: use CPUBackend, GPUBackend or HierarchicalBackend")
+        if not isinstance(policy, EvictionPolicy):
+            raise ConfigError(f"eviction_policy={policy!r}: use an EvictionPolicy, such as LRUEvictionPolicy()")
+        if compression_policy is not None:
+            raise ConfigError("compression_policy: this version stores blocks as they are; leave it None")
+        self.policy = policy
+        self.config = ManagerConfig(
+            backend=backend,
+            eviction_policy=PolicyConfig(policy.name, policy.options()),
+            enable_metrics=enable_metrics,
+            name=name,
+            integrity=integrity,
+            key_builder=key_builder,
+            lease_max_age_s=lease_max_age_s,
+            io_threads=io_threads,
+        )
+        self._number = next(_NUMBERS)
+        self._sessions = SessionBook()
+        self._ledger = Ledger()
+        self._roots: dict[bytes, int] = {}
+        # The chain outlives this object only until its threads have ended, so it must not refer back to it.
+        failures = _Failures()
+        self._chain = build_chain(self.config, policy, self._ledger, failures)
+        self._context = Context(self.config, self._chain, self._ledger, self._sessions, self._number)
+        failures.context = self._context
+        self._finalizer = weakref.finalize(self, TierChain.close, self._chain)
+
+    # -- configuration ------------------------------------------------------------------------------------------------
+
+    def to_config(self) -> dict[str, Any]:
+        """This manager's description as plain data, for JSON or TOML."""
+        return dump_config(self.config)
+
+    @classmethod
+    def from_config(cls, data: dict[str, Any]) -> CacheManager:
+        """A manager from what :meth:`to_config` gave; a ConfigError names the path of what is wrong."""
+        config = parse_config(data)
+        return cls(
+            backend=config.backend,
+            eviction_policy=make_policy(config.eviction_policy.name, **config.eviction_policy.options),
+            enable_metrics=config.enable_metrics,
+            name=config.name,
+            integrity=config.integrity,
+            key_builder=config.key_builder,
+            lease_max_age_s=config.lease_max_age_s,
+            io_threads=config.io_threads,
+        )
+
+    def __repr__(self) -> str:
+        return f"CacheManager(backend={self.config.backend!r}, eviction_policy={self.policy!r})"
+
+    # -- models -------------------------------------------------------------------------------------------------------
+
+    def register(self, spec: BlockSpec, identity: Identity) -> KeySpace:
+        """Open the manager for a model and return its key space.
+
+        Raises ConfigError when spec and identity disagree or the geometry differs from an earlier model's,
+        CapacityError when not one block fits, DeviceError when a device is not there.
+        """
+        if (identity.block_tokens, identity.kv_dtype) != (spec.block_tokens, spec.dtype.value):
+            raise ConfigError(
+                f"the identity says {identity.block_tokens} tokens of {identity.kv_dtype} a block, the spec says "
+                f"{spec.block_tokens} tokens of {spec.dtype.value}; make both from the same model"
+            )
+        self._chain.open(spec)
+        warm_up_in_background()
+        # Roots are negative, so that they cannot be taken for rows; -1 means "no parent" and is nobody's.
+        root = self._roots.setdefault(identity.digest, -2 - len(self._roots))
+        return KeySpace(self._context, spec, identity, root)
+
+    # -- sessions -----------------------------------------------------------------------------------------------------
+
+    def create_session(self, session_id: str) -> Session:
+        """A new session; SessionExistsError when the id is taken."""
+        return self._sessions.create(session_id)
+
+    def use_session(self, session_id: str) -> SessionScope:
+        """A context manager: requests inside belong to the session, in this thread or asyncio task only."""
+        return SessionScope(self._number, self._sessions.get(session_id))
+
+    def session(self, session_id: str) -> Session:
+        """The session of this id; UnknownSessionError when there is none."""
+        return self._sessions.get(session_id)
+
+    def clear_session(self, session_id: str) -> int:
+        """Forget a session's history and drop the blocks that only it references; the id stays valid.
+
+        Returns how many blocks were dropped.  UnknownSessionError when there is no such session.
+        """
+        return self._chain.drop_unshared(self._sessions.clear(session_id), "session_cleared")
+
+    def destroy_session(self, session_id: str) -> bool:
+        """End a session and drop the blocks that only it references; False when there is none.  Never raises."""
+        try:
+            known = session_id in self._sessions
+            self._chain.drop_unshared(self._sessions.destroy(session_id), "session_destroyed")
+            return known
+        except Exception as error:  # called from __del__ and at exit, where half of the world may be gone
+            self._context.failed("destroy_session", error)
+            return False
+
+    # -- running it ---------------------------------------------------------------------------------------------------
+
+    def evict(self, blocks: int) -> int:
+        """Let up to *blocks* blocks leave the first tier by policy; returns how many did."""
+        return self._chain.evict(blocks) if self._chain.is_open else 0
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait for background copies; False when *timeout* seconds were not enough."""
+        return self._chain.wait(timeout)
+
+    def reset(self) -> None:
+        """Drop every block and every session's references and history; session ids stay valid."""
+        for row in self._sessions.rows():
+            self._sessions.clear(row["session"])
+        self._chain.clear("reset")
+
+    def check(self) -> list[str]:
+        """Violated invariants, as sentences; empty when all is well."""
+        return self._chain.check()
+
+    def state(self) -> dict[str, Any]:
+        """What is held and what has happened, as plain data."""
+        asked, hit = (self._ledger.total(event, MANAGER).blocks for event in (Event.ASKED, Event.HIT))
+        return {
+            "name": self.config.name,
+            "open": self._chain.is_open,
+            "tiers": [tier.state() for tier in self._chain.tiers],
+            "leases": len(self._chain.leases),
+            "sessions": self._sessions.rows(),
+            "hit_rate_blocks": hit / asked if asked else 0.0,
+            "events": self._ledger.rows(),
+            "seconds": self._ledger.seconds(),
+        }
+
+    def close(self) -> None:
+        """Stop intake, finish background work, free all memory; idempotent."""
+        self._finalizer()
+
+    def __enter__(self) -> CacheManager:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class _Failures:
+    """Hands the failures of background jobs to the context, which is made after the chain."""
+
+    context: Context | None = None
+
+    def __call__(self, error: Exception) -> None:
+        if self.context is not None:
+            self.context.failed("background", error)

@@ -1,0 +1,113 @@
+"""The contract of eviction policies: they see events about numbered rows and say who leaves.
+
+A policy never sees tokens, keys it does not ask for, bytes or a clock of its own.  The index owns the tree: it tells a
+policy which rows can leave (`on_evictable`), because a row that is leased, or has children in its tier, cannot.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any, ClassVar, Literal, get_args
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from ..errors import CapacityError, ConfigError
+
+Rows = npt.NDArray[np.int32]
+Unlink = Callable[[int], int]
+"""Takes a row out of the tree; returns its parent if that can leave now, else -1."""
+
+ReuseHint = Literal["unknown", "returns", "ended", "tool_pending"]
+REUSE_HINTS: tuple[str, ...] = get_args(ReuseHint)
+
+
+class RequestHint(msgspec.Struct, frozen=True):
+    """What the caller knows of a request: will its session return, and how long its chain is in blocks."""
+
+    reuse: ReuseHint = "unknown"
+    total_blocks: int = 0
+    first_block: int = 0
+
+    def __post_init__(self) -> None:
+        if self.reuse not in REUSE_HINTS:
+            raise ConfigError(f"reuse_hint={self.reuse!r} is not known; use one of {', '.join(REUSE_HINTS)}")
+
+
+NO_HINT = RequestHint()
+
+
+class EvictionPolicy(ABC):
+    """Base of every eviction policy.
+
+    An instance given to a manager is a description; each tier works on its own :meth:`clone`, bound to the number of
+    its rows.  A subclass implements :meth:`bind`, :meth:`on_request`, :meth:`on_evictable` and :meth:`next_victim`.
+
+    Parameters
+    ----------
+    max_size_gb:
+        Cap in GiB on what the manager keeps; the smaller of this and the backend's size wins.
+    """
+
+    name: ClassVar[str] = ""
+
+    def __init__(self, max_size_gb: float | None = None) -> None:
+        if max_size_gb is not None and not max_size_gb > 0:
+            raise CapacityError(f"{type(self).__name__}(max_size_gb={max_size_gb!r}): give a size in GiB above 0")
+        self.max_size_gb = max_size_gb
+
+    def options(self) -> dict[str, Any]:
+        """The constructor arguments that make an equal description."""
+        return {} if self.max_size_gb is None else {"max_size_gb": self.max_size_gb}
+
+    def clone(self) -> EvictionPolicy:
+        """A fresh, unbound policy of the same description."""
+        return type(self)(**self.options())
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(f'{k}={v!r}' for k, v in self.options().items())})"
+
+    @abstractmethod
+    def bind(self, rows: int) -> None:
+        """Allocate what is needed for row numbers 0 to *rows* - 1, forgetting everything."""
+
+    @abstractmethod
+    def on_request(self, now: float, rows: Rows, hit_len: int, hint: RequestHint) -> None:
+        """A request used *rows*, in the order of its chain: the first *hit_len* were hits, the rest are new."""
+
+    def on_finish(self, rows: Rows, output_tokens: int) -> None:  # noqa: B027  most policies do not use it
+        """The request that used *rows* has ended after generating *output_tokens*."""
+
+    @abstractmethod
+    def on_evictable(self, row: int, evictable: bool) -> None:
+        """*row* can leave from now on, or cannot any more."""
+
+    def admit(self, count: int, hint: RequestHint) -> int:
+        """How many of *count* new blocks, from the first, are worth evicting others for."""
+        return count
+
+    @abstractmethod
+    def next_victim(self) -> int:
+        """Take the row that should leave first out of the queue and return it; -1 when none can leave."""
+
+    def victims(self, count: int, unlink: Unlink) -> list[int]:
+        """Up to *count* rows in the order in which they leave, children before parents.
+
+        *unlink* takes each out of the tree at once, so that its parent can be the next.
+        """
+        leaving: list[int] = []
+        while len(leaving) < count:
+            row = self.next_victim()
+            if row < 0:
+                break
+            leaving.append(row)
+            parent = unlink(row)
+            if parent >= 0:
+                self.on_evictable(parent, True)
+        return leaving
+
+    def forget(self, row: int) -> None:
+        """*row* was dropped for another reason than this policy's choice, and its number may be used again."""
+        self.on_evictable(row, False)

@@ -1,0 +1,151 @@
+"""Sessions: whose blocks they are.
+
+A session references the blocks that its requests used or stored.  A block that several sessions reference is charged to
+each and kept until the last of them lets it go; what only one references goes with it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from contextvars import ContextVar
+from typing import Any
+
+import numpy as np
+
+from .engine.table import KeyCounts, Keys
+from .errors import ConfigError, SessionExistsError, UnknownSessionError
+
+_CURRENT: ContextVar[dict[int, str]] = ContextVar("kvcache_factory_session", default={})  # noqa: B039  never mutated
+
+
+class Session:
+    """One conversation, user or job whose blocks are accounted together.
+
+    Attributes
+    ----------
+    id:
+        Name, unique in its manager.
+    data:
+        Free for adapters: what belongs to the conversation, such as its token ids.  Emptied by ``clear_session``.
+    """
+
+    def __init__(self, session_id: str) -> None:
+        self.id = session_id
+        self.data: dict[str, Any] = {}
+        self.created_s = time.time()
+        self.last_used_s = self.created_s
+        self.requests = 0
+        self.asked_tokens = 0
+        self.reused_tokens = 0
+        self.stored_blocks = 0
+        self.held = KeyCounts()
+
+    def __repr__(self) -> str:
+        return f"Session({self.id!r}, requests={self.requests}, reused_tokens={self.reused_tokens})"
+
+
+class SessionBook:
+    """The sessions of one manager."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._sessions: dict[str, Session] = {}
+        self._holders = KeyCounts()
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    def __contains__(self, session_id: object) -> bool:
+        return session_id in self._sessions
+
+    def create(self, session_id: str) -> Session:
+        """A new session; SessionExistsError when the id is taken."""
+        if not isinstance(session_id, str) or not session_id:
+            raise ConfigError(f"a session id must be a non-empty string, not {session_id!r}")
+        with self._lock:
+            if session_id in self._sessions:
+                raise SessionExistsError(f"session {session_id!r} exists already; destroy it first, or use another id")
+            session = self._sessions[session_id] = Session(session_id)
+            return session
+
+    def get(self, session_id: str) -> Session:
+        """The session of this id; UnknownSessionError when there is none."""
+        session = self._sessions.get(session_id)
+        if session is None:
+            raise UnknownSessionError(f"there is no session {session_id!r}; call create_session({session_id!r}) first")
+        return session
+
+    def charge(self, session_id: str, keys: Keys) -> None:
+        """Let a session reference the blocks of distinct *keys* ``[n, 2]``; nothing when it is gone."""
+        with self._lock:
+            session = self._sessions.get(session_id)
+            if session is not None:
+                new = session.held.missing(keys)
+                session.held.add(new)
+                self._holders.add(new)
+
+    def clear(self, session_id: str) -> Keys:
+        """Forget what a session said and references; returns the keys that no other session references."""
+        with self._lock:
+            session = self.get(session_id)
+            session.data.clear()
+            keys, session.held = session.held.keys, KeyCounts()
+            return self._holders.remove(keys)
+
+    def destroy(self, session_id: str) -> Keys:
+        """Remove a session; returns the keys that no other session references, none when there was no session."""
+        with self._lock:
+            if session_id not in self._sessions:
+                return np.empty((0, 2), np.uint64)
+            keys = self.clear(session_id)
+            del self._sessions[session_id]
+            return keys
+
+    def used(self, session_id: str, asked_tokens: int, reused_tokens: int) -> None:
+        """Note a request of a session."""
+        with self._lock:
+            session = self._sessions.get(session_id)
+            if session is not None:
+                session.requests += 1
+                session.asked_tokens += asked_tokens
+                session.reused_tokens += reused_tokens
+                session.last_used_s = time.time()
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Each session as a flat row."""
+        with self._lock:
+            return [
+                {
+                    "session": s.id,
+                    "blocks": len(s.held),
+                    "requests": s.requests,
+                    "asked_tokens": s.asked_tokens,
+                    "reused_tokens": s.reused_tokens,
+                    "idle_s": round(time.time() - s.last_used_s, 3),
+                }
+                for s in self._sessions.values()
+            ]
+
+
+class SessionScope:
+    """What ``use_session`` returns: inside, requests of this thread or task belong to the session."""
+
+    def __init__(self, book_number: int, session: Session) -> None:
+        self._book_number = book_number
+        self._session = session
+        self._before: list[dict[int, str]] = []
+
+    def __enter__(self) -> Session:
+        before = _CURRENT.get()
+        self._before.append(before)
+        _CURRENT.set({**before, self._book_number: self._session.id})
+        return self._session
+
+    def __exit__(self, *_: object) -> None:
+        _CURRENT.set(self._before.pop())
+
+
+def current_session(book_number: int) -> str | None:
+    """Id of the session that this thread or task is in, for one manager."""
+    return _CURRENT.get().get(book_number)
