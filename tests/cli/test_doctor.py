@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from click.testing import CliRunner
+from safetensors.numpy import save_file
 
 from kvcache_factory.cli import doctor as room
 from kvcache_factory.cli import machine, main
@@ -88,6 +91,41 @@ def test_a_container_limit_below_the_memory_is_noted(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(machine, "memory_limit_bytes", lambda: 8 << 30)
     row = next(row for row in room.check_machine() if row["check"].startswith("memory limit"))
     assert (row["value"], row["state"]) == ("8.0 GiB", "note")
+
+
+def plant_model(directory: Path, value: float) -> Path:
+    """A model directory with one weight."""
+    config = {"model_type": "llama", "num_hidden_layers": 1, "rope_theta": 1e5, "dtype": "bfloat16"}
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(config))
+    save_file({"model.embed_tokens.weight": np.full((4, 2), value, np.float32)}, directory / "model.safetensors")
+    return directory
+
+
+def test_the_identity_of_a_model_directory_follows_its_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The place and the name of a directory say nothing; one changed weight makes another model."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(room, "check_copies", healthy)
+    found = []
+    for name, value in (("a", 1.0), ("b", 1.0), ("c", 2.0)):
+        code, rows = run("--model", str(plant_model(tmp_path / name, value)))
+        assert code == 0
+        found.append({row["check"]: row["value"] for row in rows if row["check"].startswith("model")})
+    one, same, other = found
+    assert one["model fingerprint"] == same["model fingerprint"] != other["model fingerprint"]
+    assert one["model identity"] == same["model identity"] != other["model identity"]
+    assert one["model rope"].startswith("theta=100000")
+    assert "bfloat16" in one["model identity"]
+
+
+def test_a_directory_that_holds_no_model_is_broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rest of the report is still there."""
+    monkeypatch.delenv("KVCACHE_FACTORY_DEBUG", raising=False)
+    monkeypatch.setattr(room, "check_copies", healthy)
+    code, rows = run("--model", str(tmp_path))
+    assert code == 1
+    assert rows[-1]["state"] == "broken"
+    assert "config.json" in rows[-1]["value"]
 
 
 def test_a_model_directory_that_is_not_there_is_a_usage_error() -> None:

@@ -12,7 +12,7 @@ import click
 
 from .. import __version__
 from . import machine
-from .output import DEBUG_VARIABLE, debugging, emit, json_option
+from .output import DEBUG_VARIABLE, debugging, emit, json_option, progress_bar
 
 GIB = 1 << 30
 STREAMING = ("x86_64", "amd64")
@@ -127,17 +127,23 @@ def check_model(directory: Path) -> Iterable[Finding]:
     """The identity of a model directory: what two processes must agree on to share blocks."""
     import json
 
-    from ..block.identity import fingerprint_directory
-    from ..block.spec import RopeParameters
+    from ..block.identity import Identity, fingerprint_directory
+    from ..block.spec import DEFAULT_BLOCK_TOKENS, RopeParameters
 
     yield finding("model", directory)
-    yield finding("model fingerprint", fingerprint_directory(directory))
+    with progress_bar("reading the weights") as progress:
+        model = fingerprint_directory(directory, progress)
+    yield finding("model fingerprint", model)
     config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-    for name in ("model_type", "num_hidden_layers", "num_key_value_heads", "head_dim", "torch_dtype", "dtype"):
+    for name in ("model_type", "num_hidden_layers", "num_key_value_heads", "head_dim"):
         if config.get(name) is not None:
             yield finding(f"model {name}", config[name])
     rope = RopeParameters.from_config(config)
-    yield finding("model rope", f"theta {rope.theta:g} " + " ".join(f"{k}={v}" for k, v in rope.parameters))
+    yield finding("model rope", " ".join([f"theta={rope.theta:g}", *(f"{k}={v}" for k, v in rope.parameters)]))
+    dtype = config.get("dtype") or config.get("torch_dtype") or "float32"
+    identity = Identity(model=model, kv_dtype=dtype, block_tokens=DEFAULT_BLOCK_TOKENS)
+    kind = f"{identity.kv_dtype}, {DEFAULT_BLOCK_TOKENS} tokens a block, no adapter, no salt"
+    yield finding("model identity", f"{identity.digest.hex()} ({kind})")
 
 
 def examine(name: str, check: Callable[[], Iterable[Finding]]) -> list[Finding]:
