@@ -261,8 +261,10 @@ class Index(Tree):
             rows = np.array(self.policy.victims(count, self._unlink), np.int32)
             for row in rows.tolist():
                 self._pins_at[row] += 1
-                if self._parent_at[row] >= 0:
-                    self._children_at[self._parent_at[row]] += 1
+                parent = self._parent_at[row]
+                if parent >= 0:  # back into the tree: the parent that became a leaf for a moment is none
+                    self._children_at[parent] += 1
+                    self.policy.on_evictable(parent, False)
             return rows
 
     def remove_selected(self, rows: Rows) -> Keys:
