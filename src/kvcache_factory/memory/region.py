@@ -227,7 +227,7 @@ class PagedRegion(Region):
         """Positions of storage blocks made of engine blocks *block_ids*: int [n, m], or [n] where m is 1."""
         a = np.ascontiguousarray(block_ids, np.int64)
         a = a.reshape(-1, self.parts) if a.ndim < 2 else a
-        return BlockPositions(a, np.zeros_like(a))
+        return BlockPositions(a, np.zeros(a.shape, np.int64))
 
 
 class SequenceRegion(Region):

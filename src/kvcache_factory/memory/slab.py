@@ -43,6 +43,7 @@ class Slab:
         self._mapping: mmap.mmap | None = mapping
         self._bytes: npt.NDArray[np.uint8] | None = np.frombuffer(mapping, np.uint8)
         self.base = int(self._bytes.ctypes.data)
+        self._start, self._step = np.uint64(self.base), np.uint64(slot_bytes)
         self._prefault: _Prefault | None = None
 
     @property
@@ -57,8 +58,8 @@ class Slab:
         rows = np.asarray(slots).astype(np.uint64)  # a negative number becomes a huge one
         assert self._bytes is not None, "the slab is closed"
         assert not rows.size or rows.max() < self.slots, "slot number out of range"
-        rows *= np.uint64(self.slot_bytes)
-        rows += np.uint64(self.base)
+        rows *= self._step
+        rows += self._start
         return rows
 
     def prefault_in_background(self) -> None:
