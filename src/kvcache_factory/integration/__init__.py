@@ -1,0 +1,1 @@
+"""Adapters: one for each engine, each in a module that imports only its own engine."""

@@ -1,0 +1,251 @@
+"""The adapter: puts a cache behind ``model.generate`` of one model instance."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import transformers
+
+from ...block.identity import Identity
+from ...block.spec import DEFAULT_BLOCK_TOKENS
+from ...errors import ConfigError, UnsupportedGenerationError
+from ..base import CacheAdapter
+from .calls import Bypass, Call, NotServed, read_call
+from .chat import ChatReply, Conversation, Message
+from .hook import GenerateHook, check_free, plain_generate
+from .layout import base_model, cache_argument, describe
+from .request import Request
+from .weights import WeightWatch, adapter_digest, fingerprint
+
+if TYPE_CHECKING:
+    from ...keyspace import KeySpace
+    from ...manager import CacheManager
+    from ...session import Session
+
+_NUMBERS = itertools.count(1)
+_CONVERSATION = "transformers"
+
+
+class TransformersCacheAdapter(CacheAdapter):
+    """Makes plain ``model.generate(...)`` reuse and save KV.  Make one with :meth:`attach`.
+
+    Safe to call from several threads as far as the model is.
+    """
+
+    engine = "transformers"
+
+    def __init__(self, model: Any, manager: CacheManager, tokenizer: Any, options: dict[str, Any]) -> None:
+        super().__init__()
+        self.model = model
+        self.manager = manager
+        self.tokenizer = tokenizer
+        self._options = options
+        self._prefix = f"tf{next(_NUMBERS)}"
+        self._numbers = itertools.count(1)
+        self._refreshing = threading.Lock()
+        self._argument = cache_argument(model)
+        self._hook: GenerateHook | None = None
+        self._register()
+
+    @classmethod
+    def attach(
+        cls,
+        model: Any,
+        manager: CacheManager,
+        *,
+        tokenizer: Any = None,
+        model_id: str | None = None,
+        namespace: str = "default",
+        salt: str = "",
+        block_tokens: int = DEFAULT_BLOCK_TOKENS,
+        strict: bool = False,
+    ) -> TransformersCacheAdapter:
+        """Put *manager* behind ``model.generate`` of this instance; the model's code and class stay as they are.
+
+        Args:
+            model: a decoder-only Transformers model with full attention in every layer, or a PEFT-like wrapper of one.
+            manager: where KV is kept; other models and engines may share it.
+            tokenizer: needed by :meth:`chat` only.
+            model_id: a name to vouch for instead of the fingerprint of configuration and weights.
+            namespace, salt: keep deployments and tenants apart (see Identity).
+            block_tokens: tokens of a storage block.
+            strict: raise UnsupportedGenerationError for assisted decoding instead of running it without the cache.
+
+        Raises LayoutError, naming layers and reason, for a model whose KV cannot be restored exactly, ConfigError when
+        the model is attached already, and what ``manager.register`` raises.
+        """
+        check_free(model)
+        options = {
+            "model_id": model_id,
+            "namespace": namespace,
+            "salt": salt,
+            "block_tokens": block_tokens,
+            "strict": strict,
+        }
+        adapter = cls(model, manager, tokenizer, options)
+        adapter._hook = GenerateHook(model, adapter._generate)
+        adapter._hook.put()
+        return adapter
+
+    def detach(self) -> None:
+        """Give the model its own ``generate`` back; idempotent.  What was saved stays in the manager."""
+        hook, self._hook = self._hook, None
+        if hook is not None and not hook.remove():
+            self._log.warning("detach", "model.generate was replaced after attach and is left as it is")
+
+    @property
+    def attached(self) -> bool:
+        """Whether ``model.generate`` goes through this adapter."""
+        return self._hook is not None and vars(self.model).get("generate") is self._hook
+
+    @property
+    def space(self) -> KeySpace:
+        """The model's key space in the manager, for the identity and the geometry of blocks."""
+        return self._space
+
+    def status(self) -> dict[str, Any]:
+        """What is hooked, under which identity, and what has been served: plain values."""
+        return {
+            **super().status(),
+            "version": transformers.__version__,
+            "model": type(base_model(self.model)).__name__,
+            "attached": self.attached,
+            "hooked": ["generate"] if self.attached else [],
+            "cache_argument": self._argument,
+            "fingerprint": self._space.identity.model,
+            "lora": self._space.identity.lora,
+            "identity": self._space.identity.digest.hex(),
+            "block_tokens": self._space.block_tokens,
+        }
+
+    def refresh(self) -> None:
+        """Read weights, adapters and layout again, as after ``attach``; for weights that were changed by hand.
+
+        Raises what :meth:`attach` raises.
+        """
+        with self._refreshing:
+            self._register()
+        self._count(refreshes=1)
+
+    def chat(self, session: Session | str, messages: Sequence[Message], **options: Any) -> ChatReply:
+        """Answer the last of *messages* (dicts with ``role`` and ``content``) in a session of the manager.
+
+        Pass the whole conversation each time, earlier answers as they were given.  The session keeps the token ids, so
+        that every full block of earlier turns is found again; edits and restarts are noticed.  *options* go to
+        ``generate`` (``max_new_tokens``, ``streamer``, ...); ``template`` holds arguments of the chat template.
+
+        Raises ConfigError without a tokenizer or with no messages, and UnknownSessionError.
+        """
+        if self.tokenizer is None:
+            raise ConfigError("chat needs the tokenizer: attach(model, manager, tokenizer=tokenizer)")
+        if not messages:
+            raise ConfigError("chat needs at least one message, such as {'role': 'user', 'content': 'Hello'}")
+        template = options.pop("template", {})
+        with self.manager.use_session(session if isinstance(session, str) else session.id) as current:
+            talk: Conversation = current.data.setdefault(_CONVERSATION, Conversation())
+            text, prompt = talk.prompt(self.tokenizer, messages, **template)
+            output, request = self._answer(prompt, talk, options)
+            sequence = (output if isinstance(output, torch.Tensor) else output.sequences)[0]
+            answer_ids = [int(token) for token in sequence[len(prompt) :]]
+            answer = str(self.tokenizer.decode(answer_ids, skip_special_tokens=True))
+            talk.record(messages, text, prompt, answer_ids, answer)
+        return ChatReply(answer, answer_ids, len(prompt), request.reused_tokens if request is not None else 0)
+
+    # -- one request --------------------------------------------------------------------------------------------------
+
+    def _answer(self, prompt: list[int], talk: Conversation, options: dict[str, Any]) -> tuple[Any, Request | None]:
+        hook = self._hook
+        original = hook.original if hook is not None else plain_generate(self.model)
+        ids = torch.tensor([prompt], dtype=torch.long, device=base_model(self.model).device)
+        arguments = {"input_ids": ids, "attention_mask": torch.ones_like(ids), **options}
+        if talk.chain is None or talk.chain.identity != self._space.identity:
+            talk.chain = self._space.chain()
+        return self._run(original, (), arguments, chain=talk.chain, reuse_hint="returns")
+
+    def _generate(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self._run(original, args, kwargs)[0]
+
+    def _run(
+        self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], **options: Any
+    ) -> tuple[Any, Request | None]:
+        request = self._open(args, kwargs, options)
+        if request is None:
+            return original(*args, **kwargs), None
+        generated = 0
+        try:
+            extra = {self._argument: request.cache, **request.call.overrides}
+            output = original(*args, **{**kwargs, **extra})
+            with self._guard("saving"):
+                sequences = output if isinstance(output, torch.Tensor) else output.sequences
+                generated = max(int(sequences.shape[1]) - request.call.ids.shape[1], 0)
+                self._count(saved_blocks=request.save(sequences.detach().cpu().numpy()))
+            return output, request
+        finally:
+            request.close(generated)
+
+    def _open(self, args: tuple[Any, ...], kwargs: dict[str, Any], options: dict[str, Any]) -> Request | None:
+        """A request whose cache is ready, or None where Transformers must go on alone."""
+        request: Request | None = None
+        reason = Bypass.FAILED
+        with self._guard("looking up"):
+            try:
+                call = read_call(self.model, args, kwargs)
+                self._stay_current()
+                request = self._request(call, options)
+                request.open()
+                self._served(request)
+                return request
+            except NotServed as refusal:
+                reason = refusal.reason
+        if request is not None:
+            request.close()
+        self._bypass(reason.value)
+        if reason is Bypass.ASSISTED and self._options["strict"]:
+            raise UnsupportedGenerationError(
+                "assisted and prompt-lookup decoding feed the whole prompt again behind a cached prefix, which corrupts"
+                " the output; detach the adapter, or attach with strict=False to run such requests without the cache"
+            )
+        return None
+
+    def _request(self, call: Call, options: dict[str, Any]) -> Request:
+        name = f"{self._prefix}-{next(self._numbers)}"
+        chain = options.get("chain")
+        if chain is not None and chain.identity != self._space.identity:
+            options = {**options, "chain": None}
+        return Request(self.model, self._space, call, name, self._device, **options)
+
+    def _served(self, request: Request) -> None:
+        self._count(
+            requests=1,
+            lookups=len(request.rows),
+            hits=request.hits,
+            prompt_tokens=request.prompt_tokens,
+            reused_tokens=request.reused_tokens,
+        )
+
+    # -- identity -----------------------------------------------------------------------------------------------------
+
+    def _stay_current(self) -> None:
+        """Register again when the weights are no longer those that the key space was made for."""
+        with self._refreshing:
+            if self._watch.changed():
+                self._register()
+                self._count(refreshes=1)
+
+    def _register(self) -> None:
+        options = self._options
+        spec, self._device = describe(self.model, options["block_tokens"])
+        self._watch = WeightWatch(self.model)
+        identity = Identity(
+            model=fingerprint(self.model, options["model_id"]),
+            kv_dtype=spec.dtype.value,
+            block_tokens=spec.block_tokens,
+            lora=adapter_digest(self.model),
+            salt=options["salt"],
+            namespace=options["namespace"],
+        )
+        self._space = self.manager.register(spec, identity)
