@@ -78,7 +78,7 @@ class KeySpace:
         self.spec = spec
         self.identity = identity
         self._context = context
-        self._root = root
+        self.root = root
 
     @property
     def block_tokens(self) -> int:
@@ -116,7 +116,7 @@ class KeySpace:
         with context.guarded("match"):
             hint = RequestHint(reuse=reuse_hint, total_blocks=chain.num_blocks)
             if context.chain.is_open:
-                match = context.chain.match(chain, self._root, request_id, limit, Fidelity.EXACT, hint)
+                match = context.chain.match(chain, self.root, request_id, limit, Fidelity.EXACT, hint)
         self._charge(session, chain, match.blocks, used=True)
         return match
 
@@ -152,7 +152,7 @@ class KeySpace:
             if self._context.chain.is_open and count > 0:
                 hint = RequestHint(reuse=reuse_hint, total_blocks=chain.num_blocks, first_block=first)
                 part = positions[:count]
-                stored = self._context.chain.save(chain, self._root, region, part, first, fidelity, hint)
+                stored = self._context.chain.save(chain, self.root, region, part, first, fidelity, hint)
                 self._charge(session, chain, first + count)
         return stored
 
@@ -168,7 +168,7 @@ class KeySpace:
         ticket = None
         with self._context.guarded("prefetch"):
             if self._context.chain.is_open:
-                ticket = self._context.chain.prefetch(chain, self._root)
+                ticket = self._context.chain.prefetch(chain, self.root)
         return ticket
 
     def drop(self, chain: KeyChain, first: int = 0) -> int:

@@ -12,6 +12,7 @@ from .block.spec import BlockSpec
 from .build import build_chain
 from .config import Integrity, ManagerConfig, PolicyConfig, dump_config, parse_config
 from .engine.chain import TierChain
+from .engine.index import Index
 from .engine.ledger import MANAGER, Event, Ledger
 from .errors import ConfigError
 from .jit import warm_up_in_background
@@ -137,6 +138,11 @@ class CacheManager:
         # Roots are negative, so that they cannot be taken for rows; -1 means "no parent" and is nobody's.
         root = self._roots.setdefault(identity.digest, -2 - len(self._roots))
         return KeySpace(self._context, spec, identity, root)
+
+    @property
+    def first_index(self) -> Index:
+        """The index of the first tier: for benchmarks and simulations, which enter blocks without moving bytes."""
+        return self._chain.tiers[0].index
 
     # -- sessions -----------------------------------------------------------------------------------------------------
 
