@@ -15,6 +15,10 @@ from typing import Protocol
 Candidate = Callable[[int], object]
 """Does the work of round number i."""
 
+Work = Callable[[], object]
+Preparation = Callable[[], Work]
+"""Prepares one round, untimed, and returns the work to time."""
+
 
 class Progress(Protocol):
     """Told how far a long measurement is."""
@@ -26,14 +30,14 @@ def quiet(done: float, total: float, text: str = "") -> None:
     """The progress of those who did not ask."""
 
 
-def thread_seconds(run: Candidate, number: int) -> float:
+def thread_seconds(run: Callable[..., object], *args: object) -> float:
     """CPU seconds of this thread that one call takes; what other processes take from the cores does not count."""
     start = time.thread_time_ns()
-    run(number)
+    run(*args)
     return max(time.thread_time_ns() - start, 1) * 1e-9
 
 
-def round_robin(candidates: Mapping[str, Candidate], rounds: int) -> dict[str, list[float]]:
+def round_robin(candidates: Mapping[str, Preparation], rounds: int) -> dict[str, list[float]]:
     """Thread seconds of each candidate in each of *rounds* rounds, after one round that does not count.
 
     Each round starts with another candidate, so that none always inherits the caches of the same predecessor.
@@ -43,7 +47,7 @@ def round_robin(candidates: Mapping[str, Candidate], rounds: int) -> dict[str, l
     for number in range(rounds + 1):
         start = number % len(names)
         for name in names[start:] + names[:start]:
-            seconds = thread_seconds(candidates[name], number)
+            seconds = thread_seconds(candidates[name]())
             if number:
                 times[name].append(seconds)
     return times

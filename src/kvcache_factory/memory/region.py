@@ -114,6 +114,7 @@ class Region:
         if not a.size:
             return
         for name, x, limit in (("block or row", a, self._limit_a), ("first token", b, self._limit_b)):
+            assert x.dtype == np.int64, f"positions are int64, not {x.dtype}"
             if x.view(np.uint64).max() >= limit:  # as unsigned numbers, negative ones are huge
                 raise LayoutError(f"{name} out of range: {x.min()}..{x.max()}, the tensors allow 0..{limit - 1}")
 

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from ..block.spec import PAGE
 from ..errors import CapacityError, ClosedError
 
-_PIECE = 16 << 20
+_PIECE = 4 << 20  # bytes; touching one holds the address space for a millisecond or two
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; Python's mmap does not name it
 
 
