@@ -149,8 +149,6 @@ class Index(Tree):
         value, or one for each of the *count* blocks.
         """
         end = min(first + count, chain.num_blocks)
-        fidelity = np.broadcast_to(np.asarray(fidelity, np.uint8), (count,))
-        layout = np.broadcast_to(np.asarray(layout, np.uint8), (count,))
         with self._lock:
             resident, in_the_way = self._resident_run(chain, root, first, end, fidelity)
             start = max(first, len(resident))
@@ -162,12 +160,8 @@ class Index(Tree):
             tip = int(resident[-1]) if len(resident) else root
             rows, evicted, reason = self._allocate(end - start, tip, hint)
             if len(rows):
-                self._attach(rows, chain, start, tip)
-                self.layout[rows] = layout[start - first :][: len(rows)]
-                # What is computed on a lossy prefix is at most as good as that prefix.
-                self.fidelity[rows] = np.maximum.accumulate(fidelity[start - first :][: len(rows)])
-                if tip >= 0:
-                    self.fidelity[rows] = np.maximum(self.fidelity[rows], self.fidelity[tip])
+                part = slice(start - first, start - first + len(rows))
+                self._attach(rows, chain, start, tip, _part(fidelity, part), _part(layout, part))
             return Reservation(rows, start, end - start, evicted, replaced, reason)
 
     def commit(self, rows: Rows, hint: RequestHint = NO_HINT) -> int:
@@ -175,16 +169,17 @@ class Index(Tree):
         if not len(rows):
             return 0
         with self._lock:
-            self.busy[rows] = False
-            alive = self.state[rows] == PENDING
+            span = as_slice(rows)
+            self.busy[span] = False
+            alive = self.state[span] == PENDING
             if not alive.all():
                 self._collect(rows[~alive][::-1].tolist())
                 rows = rows[alive]
-            self.state[rows] = READY
+                span = rows
             if len(rows):
+                self.state[span] = READY
                 self.policy.on_request(self._clock(), rows, 0, hint)
-                for row in rows[self.children[rows] == 0].tolist():
-                    self._offer(row)
+                self._offer(int(rows[-1]))  # each of the others has the next as its child
             return len(rows)
 
     def abort(self, rows: Rows) -> None:
@@ -303,16 +298,21 @@ class Index(Tree):
         return Found(rows, reason)
 
     def _resident_run(
-        self, chain: Chain, root: int, first: int, end: int, fidelity: npt.NDArray[np.uint8]
+        self, chain: Chain, root: int, first: int, end: int, fidelity: int | npt.NDArray[np.uint8]
     ) -> tuple[Rows, Rows]:
         """The leading rows of *chain* that stay for a save of the blocks from *first* on, and those that give way."""
         known = self._recall(chain, root, end)
-        rows = np.concatenate((known, self._table.find(chain.keys[len(known) : end])))
-        present = int((rows < 0).argmax()) if (rows < 0).any() else end
-        good = self._verified(chain, root, rows[:present], len(known))
-        worse = self.fidelity[rows[first:good]] > fidelity[: max(good - first, 0)]
-        if worse.any():
-            good = first + int(worse.argmax())
+        rows = self._table.find(chain.keys[len(known) : end])
+        if len(known):
+            rows = np.concatenate((known, rows))
+        absent = rows < 0
+        if absent.all():
+            return _NONE, _NONE
+        good = self._verified(chain, root, rows[: int(absent.argmax()) if absent.any() else end], len(known))
+        if good > first:
+            worse = self.fidelity[rows[first:good]] > _part(fidelity, slice(good - first))
+            if worse.any():
+                good = first + int(worse.argmax())
         return rows[:good], rows[good:][rows[good:] >= 0]
 
     def _verified(self, chain: Chain, root: int, rows: Rows, start: int) -> int:
@@ -364,21 +364,39 @@ class Index(Tree):
         self._num_free -= count
         return rows, evicted, reason
 
-    def _attach(self, rows: Rows, chain: Chain, start: int, tip: int) -> None:
+    def _attach(
+        self,
+        rows: Rows,
+        chain: Chain,
+        start: int,
+        tip: int,
+        fidelity: int | npt.NDArray[np.uint8],
+        layout: int | npt.NDArray[np.uint8],
+    ) -> None:
         stop = start + len(rows)
-        self.keys[rows] = chain.keys[start:stop]
-        self.tokens[rows] = chain.token_blocks[start:stop]
-        self.extras[rows] = chain.extras[start:stop]
-        self.parent[rows[0]] = tip
+        span = as_slice(rows)
+        self.keys[span] = chain.keys[start:stop]
+        self.tokens[span] = chain.token_blocks[start:stop]
+        self.extras[span] = chain.extras[start:stop]
         self.parent[rows[1:]] = rows[:-1]
-        self.depth[rows] = np.arange(start, stop)
-        self.children[rows] = 1
+        self.parent[rows[0]] = tip
+        self.depth[span] = np.arange(start, stop)
+        self.children[span] = 1
         self.children[rows[-1]] = 0
-        self.state[rows] = PENDING
-        self.busy[rows] = True
-        self.hits[rows] = 0
+        self.state[span] = PENDING
+        self.busy[span] = True
+        self.hits[span] = 0
+        self.checksum[span] = 0
+        self.layout[span] = layout
+        # What is computed on a lossy prefix is at most as good as that prefix.
+        inherited = int(self.fidelity[tip]) if tip >= 0 else 0
+        self.fidelity[span] = np.maximum.accumulate(np.maximum(np.atleast_1d(np.uint8(fidelity)), inherited))
         if tip >= 0:
             self._children_at[tip] += 1
             if self._children_at[tip] == 1:
                 self.policy.on_evictable(tip, False)
         self._table.insert(rows)
+
+
+def _part(value: int | npt.NDArray[np.uint8], part: slice) -> int | npt.NDArray[np.uint8]:
+    return value if isinstance(value, int) else value[part]

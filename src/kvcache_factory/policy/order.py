@@ -11,7 +11,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from .base import EvictionPolicy, RequestHint, Rows
+from .base import EvictionPolicy, RequestHint, Rows, Unlink
 
 _ROW_BITS = 32
 _ROW_MASK = (1 << _ROW_BITS) - 1
@@ -68,6 +68,24 @@ class StampOrderPolicy(EvictionPolicy):
             self._live -= 1
             return row
         return -1
+
+    def victims(self, count: int, unlink: Unlink) -> list[int]:
+        leaving: list[int] = []
+        stamps = self._stamp_at
+        while len(leaving) < count:
+            row = self.next_victim()
+            if row < 0:
+                break
+            leaving.append(row)
+            parent = unlink(row)
+            # What was stamped together with the oldest row is next in any case: no detour through the queue.
+            while parent >= 0 and len(leaving) < count and stamps[parent] <= stamps[row]:
+                row = parent
+                leaving.append(row)
+                parent = unlink(row)
+            if parent >= 0:
+                self.on_evictable(parent, True)
+        return leaving
 
     def _push(self, row: int) -> None:
         stamp = self._stamp_at[row]
