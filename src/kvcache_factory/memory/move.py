@@ -54,7 +54,8 @@ def descriptors(
 ) -> tuple[Addresses, Addresses, Addresses]:
     """(addresses in the slab, addresses in the region, sizes), each uint64 [n * k], bytes."""
     outside, offsets, sizes = region.describe(positions, tag)
-    start = slab.address(slots) + np.uint64(payload_offset)
+    start = slab.address(slots)
+    start += np.uint64(payload_offset)
     assert len(start) == len(outside), "one slot per block"
     inside = start[:, None] + offsets
     size = np.empty_like(inside)

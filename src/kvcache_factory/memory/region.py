@@ -30,7 +30,7 @@ PAGED_LAYOUTS = ("2BNHD", "B2NHD", "2BHND", "B2HND")
 class BlockPositions:
     """Where n storage blocks are in a region; a and b are int64 [n, m], m engine blocks per storage block.
 
-    Paged: ``a`` is the engine's block number, ``b`` zero.  Sequences: ``a`` is the batch row, ``b`` the first token.
+    Paged: ``a`` is the engine's block number, ``b`` is not read.  Sequences: ``a`` is the row, ``b`` the first token.
     """
 
     a: Ints
@@ -47,11 +47,11 @@ class Pieces(NamedTuple):
     """One block's payload in pieces: k columns, in payload order."""
 
     part: Ints  # which of the m engine blocks
-    base: Ints
-    stride_a: Ints
-    stride_b: Ints
-    offset: Ints  # bytes from the start of the payload
-    size: Ints
+    base: Addresses
+    stride_a: Addresses
+    stride_b: Addresses
+    offset: Addresses  # bytes from the start of the payload
+    size: Addresses
     uniform: bool  # stride_a and stride_b are the same for all pieces
 
 
@@ -92,37 +92,40 @@ class Region:
         Offsets are within the payload.  Pieces are as coarse as both orders allow: down to one head of one token.
         Raises LayoutError when a position is out of range or *tag* is a packing this region cannot express.
         """
-        self.check(positions)
+        a, b = self.check(positions)
         p = self._pieces.get(tag)
         if p is None:
             p = self._pieces[tag] = self._cut(tag)
         if p.uniform:
-            origin = positions.a * p.stride_a[0]
+            origin = a * p.stride_a[0]
             if self._limit_b > 1:
-                origin += positions.b * p.stride_b[0]
+                origin += b * p.stride_b[0]
             found = (origin if self.parts == 1 else origin.take(p.part, axis=1)) + p.base
         else:
-            a, b = (x.take(p.part, axis=1) for x in (positions.a, positions.b))
-            found = a * p.stride_a + b * p.stride_b + p.base
-        return found.view(np.uint64), p.offset.view(np.uint64), p.size.view(np.uint64)
+            found = a.take(p.part, axis=1) * p.stride_a + p.base
+            if self._limit_b > 1:
+                found += b.take(p.part, axis=1) * p.stride_b
+        return found, p.offset, p.size
 
-    def check(self, positions: BlockPositions) -> None:
-        """LayoutError unless every position lies inside the tensors."""
-        a, b = positions.a, positions.b
-        if a.ndim != 2 or a.shape != b.shape or a.shape[1] != self.parts:
-            raise LayoutError(f"positions must be two [n, {self.parts}] arrays, not {a.shape} and {b.shape}")
-        if not a.size:
-            return
-        for name, x, limit in (("block or row", a, self._limit_a), ("first token", b, self._limit_b)):
-            assert x.dtype == np.int64, f"positions are int64, not {x.dtype}"
-            if x.view(np.uint64).max() >= limit:  # as unsigned numbers, negative ones are huge
-                raise LayoutError(f"{name} out of range: {x.min()}..{x.max()}, the tensors allow 0..{limit - 1}")
+    def check(self, positions: BlockPositions) -> tuple[Addresses, Addresses]:
+        """The positions as unsigned numbers; LayoutError unless every one lies inside the tensors."""
+        if positions.a.ndim != 2 or positions.a.shape != positions.b.shape or positions.a.shape[1] != self.parts:
+            raise LayoutError(
+                f"positions must be two [n, {self.parts}] arrays, not {positions.a.shape} and {positions.b.shape}"
+            )
+        assert positions.a.dtype == positions.b.dtype == np.int64, "positions are int64"
+        a, b = positions.a.view(np.uint64), positions.b.view(np.uint64)  # negative numbers become huge ones
+        if a.size and a.max() >= self._limit_a:
+            raise LayoutError(f"block or row {positions.a.min()}..{positions.a.max()} is not in 0..{self._limit_a - 1}")
+        if b.size and self._limit_b > 1 and b.max() >= self._limit_b:
+            raise LayoutError(f"start {positions.b.min()}..{positions.b.max()} is not in 0..{self._limit_b - 1}")
+        return a, b
 
     def block_views(self, positions: BlockPositions, i: int) -> Iterator[tuple[int, int, slice, torch.Tensor]]:
         """Tensors of block *i*: (layer, 0 keys | 1 values, its tokens in the block, tensor [tokens, heads, dim])."""
         n = self.part_tokens
         for part in range(self.parts):
-            a, b = int(positions.a[i, part]), int(positions.b[i, part])
+            a, b = int(positions.a[i, part]), int(positions.b[i, part]) if self._limit_b > 1 else 0
             for layer, pair in enumerate(self._views):
                 for c in (0, 1):
                     yield layer, c, slice(part * n, part * n + n), pair[c][a, b]
@@ -162,9 +165,11 @@ def _merged(part: Ints, base: Ints, stride_a: Ints, stride_b: Ints, offset: Ints
         joins &= np.diff(column) == 0
     first = np.flatnonzero(np.concatenate(([True], ~joins)))
     size = np.diff(np.append(first, len(base))) * chunk
-    a, b = stride_a[first], stride_b[first]
+    base_u, a, b, offset_u, size_u = (
+        x.astype(np.uint64) for x in (base[first], stride_a[first], stride_b[first], offset[first], size)
+    )
     uniform = bool((a == a[0]).all() and (b == b[0]).all())
-    return Pieces(part[first], base[first], a, b, offset[first], size, uniform)
+    return Pieces(part[first], base_u, a, b, offset_u, size_u, uniform)
 
 
 def _check(spec: BlockSpec, tensors: Sequence[torch.Tensor]) -> None:

@@ -113,10 +113,9 @@ def copy(dst: Any, src: Any, size: Any) -> None:
             if end != size[k]:
                 _memcpy(dst[k] + end, src[k] + end, size[k] - end)
         if run == _ZERO:
-            if size[k] != _ZERO:
-                _memcpy(dst[k], src[k], size[k])
-            k += 1
-            continue
+            for w in range(taken):
+                if size[k + w] != _ZERO:
+                    _memcpy(dst[k + w], src[k + w], size[k + w])
         i = _ZERO
         while i + _STEP <= run:
             for w in range(_WAYS):
