@@ -183,6 +183,8 @@ def _read_gguf(transformers: Any, torch: Any, gguf: Path) -> Any:
 
 
 def _libraries() -> tuple[Any, Any]:
+    # Threads that spin while they wait make a busy machine ten times slower; read when torch loads, so before it does.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     try:
         import accelerate  # noqa: F401  Transformers needs both to read GGUF, and says so late
         import gguf  # noqa: F401

@@ -136,7 +136,8 @@ class TransformersCacheAdapter(CacheAdapter):
 
         Pass the whole conversation each time, earlier answers as they were given.  The session keeps the token ids, so
         that every full block of earlier turns is found again; edits and restarts are noticed.  *options* go to
-        ``generate`` (``max_new_tokens``, ``streamer``, ...); ``template`` holds arguments of the chat template.
+        ``generate`` (``max_new_tokens``, ``streamer``, ...); ``template`` holds arguments of the chat template.  After
+        :meth:`detach` the conversation goes on without the cache.
 
         Raises ConfigError without a tokenizer or with no messages, and UnknownSessionError.
         """
@@ -158,10 +159,11 @@ class TransformersCacheAdapter(CacheAdapter):
     # -- one request --------------------------------------------------------------------------------------------------
 
     def _answer(self, prompt: list[int], talk: Conversation, options: dict[str, Any]) -> tuple[Any, Request | None]:
-        hook = self._hook
-        original = hook.original if hook is not None else plain_generate(self.model)
         ids = torch.tensor([prompt], dtype=torch.long, device=base_model(self.model).device)
         arguments = {"input_ids": ids, "attention_mask": torch.ones_like(ids), **options}
+        original = plain_generate(self.model)
+        if not self.attached:
+            return original(**arguments), None
         if talk.chain is None or talk.chain.identity != self._space.identity:
             talk.chain = self._space.chain()
         return self._run(original, (), arguments, chain=talk.chain, reuse_hint="returns")

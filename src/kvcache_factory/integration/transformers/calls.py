@@ -68,7 +68,7 @@ _BEAM_MODES = {"beam_search", "beam_sample"}
 
 
 def read_call(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-    """Understand ``model.generate(*args, **kwargs)``.  Raises NotServed with the reason for what must not be touched."""
+    """Understand ``model.generate(*args, **kwargs)``.  Raises NotServed for what must be left alone."""
     inner = base_model(model)
     given = _bind(inner, args, kwargs)
     config, inputs = _generation_config(inner, given)

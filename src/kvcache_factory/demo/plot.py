@@ -1,0 +1,47 @@
+"""A picture of the demo: time to first token of each turn, both ways."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..errors import ConfigError, MissingDependencyError
+
+_LABELS = {"cold": "without the cache", "warm": "with the cache"}
+_COLOURS = {"cold": "#b0b7c3", "warm": "#2f6fed"}
+
+
+def require_matplotlib() -> None:
+    """Raise MissingDependencyError, naming the pip command, unless matplotlib is installed."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise MissingDependencyError.of("matplotlib", "plot", "drawing a plot") from error
+
+
+def draw(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Write the rows of :func:`~kvcache_factory.demo.run.run_demo` to *path* as bars (PNG, SVG or PDF by its name).
+
+    Raises MissingDependencyError without matplotlib, ConfigError when the file cannot be written.
+    """
+    require_matplotlib()
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
+    turns = sorted({int(row["turn"]) for row in rows})
+    for place, phase in ((-0.2, "cold"), (0.2, "warm")):
+        seconds = {int(row["turn"]): float(row["ttft_s"]) for row in rows if row["phase"] == phase}
+        at = [turn + place for turn in turns if turn in seconds]
+        bars = axes.bar(at, [seconds[turn] for turn in turns if turn in seconds], 0.4, label=_LABELS[phase])
+        for bar in bars:
+            bar.set_color(_COLOURS[phase])
+        axes.bar_label(bars, fmt="%.2f", padding=2, fontsize=8)
+    axes.set(xlabel="turn", ylabel="seconds to first token", xticks=turns)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
+    try:
+        figure.savefig(path, dpi=150)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"the plot cannot be written to {path}: {error}") from error
