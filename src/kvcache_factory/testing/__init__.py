@@ -1,0 +1,37 @@
+"""The shipped test kit: what every store and policy, built in or not, has to pass.
+
+Subclass :class:`StoreTests` or :class:`PolicyTests` in a module that pytest collects, say how to make the thing under
+test, and inherit the whole suite.  :class:`FaultyStore` makes any store fail on schedule, :class:`FakeEngine` is an
+engine without a model.  Needs ``pip install 'kvcache-factory[test]'``.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+# The kit's own assertions deserve the same messages as those of a test module.
+pytest.register_assert_rewrite(f"{__name__}.stores", f"{__name__}.policies", f"{__name__}.forest")
+
+from .engines import FakeEngine, tiny_identity, tiny_spec  # noqa: E402
+from .faults import Fail, Fault, FaultyStore, Flip, Schedule, Short, Slow, at, rate  # noqa: E402
+from .forest import Forest  # noqa: E402
+from .policies import PolicyTests  # noqa: E402
+from .stores import StoreTests  # noqa: E402
+
+__all__ = [
+    "Fail",
+    "FakeEngine",
+    "Fault",
+    "FaultyStore",
+    "Flip",
+    "Forest",
+    "PolicyTests",
+    "Schedule",
+    "Short",
+    "Slow",
+    "StoreTests",
+    "at",
+    "rate",
+    "tiny_identity",
+    "tiny_spec",
+]
