@@ -105,7 +105,7 @@ class TierChain:
                 return
             self._closed = True
         self.flow.io.close()
-        self.mover.drain()
+        self.mover.close()
         self.leases.clear()
         for tier in self.tiers:
             tier.close()
@@ -121,8 +121,32 @@ class TierChain:
     ) -> Match:
         """The verified leading run of at most *limit* blocks, leased to *request_id*."""
         limit = min(limit, chain.num_blocks)
-        segments: list[Segment] = []
         pins: list[tuple[Tier, int]] = []
+        try:
+            segments, covered, reason = self._match_tiers(chain, root, limit, worst, hint, pins)
+        except BaseException:
+            for tier, row in pins:
+                tier.index.unpin(row)
+            raise
+        self.ledger.add(MANAGER, Event.ASKED, limit)
+        self.ledger.add(MANAGER, Event.HIT, covered)
+        if covered < limit:
+            self.ledger.add(MANAGER, Event.MISS, limit - covered, reason=reason)
+        lease = self.leases.open(request_id, pins)
+        tokens = covered * chain.identity.block_tokens
+        return Match(request_id, covered, tokens, tuple(segments), reason, lease)
+
+    def _match_tiers(
+        self,
+        chain: KeyChain,
+        root: int,
+        limit: int,
+        worst: Fidelity,
+        hint: RequestHint,
+        pins: list[tuple[Tier, int]],
+    ) -> tuple[list[Segment], int, str]:
+        """Ask one tier after the other; what is pinned is in *pins* also when a later one fails."""
+        segments: list[Segment] = []
         covered, reason = 0, ""
         for number, tier in enumerate(self.tiers):
             if covered == limit:
@@ -139,13 +163,7 @@ class TierChain:
                 covered += served
             elif len(found.rows):
                 tier.index.unpin(int(found.rows[-1]))
-        self.ledger.add(MANAGER, Event.ASKED, limit)
-        self.ledger.add(MANAGER, Event.HIT, covered)
-        if covered < limit:
-            self.ledger.add(MANAGER, Event.MISS, limit - covered, reason=reason)
-        lease = self.leases.open(request_id, pins)
-        tokens = covered * chain.identity.block_tokens
-        return Match(request_id, covered, tokens, tuple(segments), reason, lease)
+        return segments, covered, reason
 
     def load(self, match: Match, region: Region, positions: BlockPositions) -> int:
         """Copy the matched blocks to *positions* of the engine's tensors; returns the leading blocks copied.
@@ -215,7 +233,7 @@ class TierChain:
             copy()
             tier.seal(rows, self.flow.settings.integrity)
         except BaseException:
-            tier.index.abort(rows)
+            tier.count(Event.DROPPED, tier.index.abort(rows), "copy_failed")
             tier.count(Event.NOT_STORED, len(rows), "copy_failed")
             raise
         tip = int(rows[-1])
@@ -250,7 +268,8 @@ class TierChain:
     def drop(self, chain: KeyChain, first: int = 0, reason: str = "asked") -> int:
         """Drop the blocks of *chain* from number *first* on, and all that was built on them, from every tier."""
         dropped = 0
-        for tier in self.tiers:
+        # A copy between tiers that began before the first look ends before the second, or sees that its source is gone.
+        for tier in [*self.tiers, *self.tiers[:-1]]:
             rows = tier.index.rows_of(chain.keys[first:])
             gone = tier.index.drop(rows[rows >= 0])
             tier.count(Event.DROPPED, gone, reason)

@@ -91,18 +91,27 @@ class Flow:
                 source_rows = chain.rows[reservation.first : reservation.first + len(rows)]
                 self._fill_from_tier(source, source_rows, target, rows)
                 target.count(event, len(rows))
+                if event is Event.DEMOTED:
+                    self.send_down(target_number, int(rows[-1]))
+                else:
+                    target.index.unpin(int(rows[-1]))
         finally:
             source.index.unpin(tip)
 
     def _fill_from_tier(self, source: Tier, source_rows: Rows, target: Tier, rows: Rows) -> None:
+        """Copy pinned rows of one tier into reserved ones of another, commit them, and pin the last."""
         try:
             target.store.write(rows, source.slots, source_rows, source.payload_offset)
             target.index.checksum[rows] = source.index.checksum[source_rows]
         except BaseException:
-            target.index.abort(rows)
+            target.count(Event.DROPPED, target.index.abort(rows), "copy_failed")
             target.count(Event.NOT_STORED, len(rows), "copy_failed")
             raise
+        target.index.pin(int(rows[-1]))
         target.count(Event.STORED, target.index.commit(rows))
+        gone = source.index.gone(source_rows)
+        if gone < len(rows):  # dropped meanwhile: whoever dropped it could not see the copy yet
+            target.count(Event.DROPPED, target.index.drop(rows[gone : gone + 1]), "dropped_above")
 
     def _demote_if_full(self, number: int) -> None:
         index = self.tiers[number].index
@@ -124,5 +133,8 @@ class Flow:
                 covered = tier.index.stored_chain(tip).rows
                 self._copy_chain(number, tip, number + 1, Event.DEMOTED)
                 missing = missing[~np.isin(missing, covered)]
-        finally:
-            tier.count_evicted(tier.index.remove_selected(rows), below)
+        except BaseException:  # the tier below is out of order: what it did not get stays here
+            for row in rows.tolist():
+                tier.index.unpin(row)
+            raise
+        tier.count_evicted(tier.index.remove_selected(rows), below)
