@@ -110,10 +110,11 @@ def _leading(table: Any, column: Any, state: Any, ready: Any, keys: Any) -> int:
             at = (at + 1) & mask
         if present:
             low = probe + 1
-            step = step * 2
+            if step <= len(keys):
+                step = step * 2
         else:
             high = probe
-            step = 1 << 62
+            step = len(keys) + 1  # from here on by halves
     return low
 
 

@@ -2,7 +2,8 @@
 
 Subclass :class:`StoreTests` or :class:`PolicyTests` in a module that pytest collects, say how to make the thing under
 test, and inherit the whole suite.  :class:`FaultyStore` makes any store fail on schedule, :class:`FakeEngine` is an
-engine without a model.  Needs ``pip install 'kvcache-factory[test]'``.
+engine without a model, and ``open_cache`` a fixture that opens caches of a few blocks.  Needs
+``pip install 'kvcache-factory[test]'``.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import pytest
 # The kit's own assertions deserve the same messages as those of a test module.
 pytest.register_assert_rewrite(f"{__name__}.stores", f"{__name__}.policies", f"{__name__}.forest")
 
+from .caches import Opener, SmallCache, open_cache, sized_level, small_cache  # noqa: E402
 from .engines import FakeEngine, tiny_identity, tiny_spec  # noqa: E402
 from .faults import Fail, Fault, FaultyStore, Flip, Schedule, Short, Slow, at, rate  # noqa: E402
 from .forest import Forest  # noqa: E402
@@ -25,13 +27,18 @@ __all__ = [
     "FaultyStore",
     "Flip",
     "Forest",
+    "Opener",
     "PolicyTests",
     "Schedule",
     "Short",
     "Slow",
+    "SmallCache",
     "StoreTests",
     "at",
+    "open_cache",
     "rate",
+    "sized_level",
+    "small_cache",
     "tiny_identity",
     "tiny_spec",
 ]
