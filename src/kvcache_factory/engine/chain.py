@@ -269,7 +269,7 @@ class TierChain:
     def _drop_leaves(self, keys: Keys, reason: str) -> int:
         dropped = 0
         for tier in self.tiers:
-            gone = tier.index.drop_leaves(tier.index.rows_of(keys))
+            gone = tier.index.drop_unshared(tier.index.rows_of(keys))
             tier.count(Event.DROPPED, gone, reason)
             dropped += gone
         return dropped

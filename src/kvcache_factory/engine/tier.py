@@ -6,13 +6,14 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from ..block.envelope import checksum
 from ..block.spec import BlockSpec
 from ..errors import CapacityError
-from ..policy.base import EvictionPolicy
+from ..policy.base import NO_HINT, EvictionPolicy, RequestHint
 from ..store.base import SlotMemory, Store
-from .index import Index
+from .index import Chain, Index, Reservation
 from .ledger import Event, Ledger
 from .table import Keys, Rows
 
@@ -96,6 +97,40 @@ class Tier:
     def held_bytes(self) -> int:
         """Bytes of the blocks that are here, overhead included."""
         return self.index.used * self.block_bytes if self._index else 0
+
+    def reserve(
+        self,
+        chain: Chain,
+        root: int,
+        first: int,
+        count: int,
+        fidelity: int | npt.NDArray[np.uint8] = 0,
+        layout: int | npt.NDArray[np.uint8] = 0,
+        hint: RequestHint = NO_HINT,
+    ) -> Reservation:
+        """See :meth:`Index.reserve`; also has the space for what it returns."""
+        return self.index.reserve(chain, root, first, count, fidelity, layout, hint)
+
+    def evict(self, count: int) -> Keys:
+        """See :meth:`Index.evict`."""
+        return self.index.evict(count)
+
+    def drop(self, rows: Rows, reason: str) -> int:
+        """See :meth:`Index.drop`; counted."""
+        gone = self.index.drop(rows)
+        self.settle()
+        self.count(Event.DROPPED, gone, reason)
+        return gone
+
+    def drop_unshared(self, keys: Keys, reason: str, wipe: bool) -> int:
+        """See :meth:`Index.drop_unshared`; counted."""
+        gone = self.index.drop_unshared(self.index.rows_of(keys), wipe)
+        self.settle()
+        self.count(Event.DROPPED, gone, reason)
+        return gone
+
+    def settle(self) -> None:
+        """Let the store do what is due for rows that have left."""
 
     def state(self) -> dict[str, Any]:
         """What the tier holds, as plain data."""
