@@ -66,7 +66,11 @@ class SessionExistsError(SessionError):
 
 
 class StoreError(KVCacheError):
-    """A store could not do what was asked."""
+    """A store could not do what was asked; *reason* is one word for counting, such as ``enospc``."""
+
+    def __init__(self, message: str, reason: str = "error") -> None:
+        super().__init__(message)
+        self.reason = reason
 
 
 class ClosedError(KVCacheError):

@@ -20,6 +20,7 @@ from .block.spec import BlockSpec
 from .engine.chain import TierChain
 from .engine.io import Ticket
 from .engine.ledger import MANAGER, Event, Ledger
+from .errors import ConfigError, LayoutError
 from .memory.region import BlockPositions, Region
 from .policy.base import RequestHint, ReuseHint
 from .session import SessionBook, current_session
@@ -43,7 +44,7 @@ class Context:
         self.sessions = sessions
         self.number = number
         self._logged: dict[str, float] = {}
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a destructor may fail inside
 
     @contextmanager
     def guarded(self, verb: str) -> Iterator[None]:
@@ -74,7 +75,8 @@ class KeySpace:
     A :class:`KeyChain` belongs to one request at a time.
     """
 
-    def __init__(self, context: Context, spec: BlockSpec, identity: Identity, root: int) -> None:
+    def __init__(self, context: Context, spec: BlockSpec, identity: Identity, root: int, owner: object = None) -> None:
+        self._owner = owner  # a manager that nobody else holds must not close under its key space
         self.spec = spec
         self.identity = identity
         self._context = context
@@ -93,7 +95,10 @@ class KeySpace:
 
     def peek(self, chain: KeyChain) -> int:
         """Leading blocks that are stored, by key alone: no verification, no lease, nothing counted."""
-        return self._context.chain.peek(chain)
+        found = 0
+        with self._context.guarded("peek"):
+            found = self._context.chain.peek(chain)
+        return found
 
     def match(
         self,
@@ -116,6 +121,7 @@ class KeySpace:
         with context.guarded("match"):
             hint = RequestHint(reuse=reuse_hint, total_blocks=chain.num_blocks)
             if context.chain.is_open:
+                self._require(chain)
                 match = context.chain.match(chain, self.root, request_id, limit, Fidelity.EXACT, hint)
         self._charge(session, chain, match.blocks, used=True)
         return match
@@ -128,6 +134,7 @@ class KeySpace:
         loaded = 0
         with self._context.guarded("load"):
             if self._context.chain.is_open and match.blocks:
+                self._require(region=region)
                 loaded = self._context.chain.load(match, region, positions)
         return loaded
 
@@ -151,6 +158,7 @@ class KeySpace:
             count = min(len(positions), chain.num_blocks - first)
             if self._context.chain.is_open and count > 0:
                 hint = RequestHint(reuse=reuse_hint, total_blocks=chain.num_blocks, first_block=first)
+                self._require(chain, region)
                 part = positions[:count]
                 stored = self._context.chain.save(chain, self.root, region, part, first, fidelity, hint)
                 self._charge(session, chain, first + count)
@@ -174,6 +182,13 @@ class KeySpace:
     def drop(self, chain: KeyChain, first: int = 0) -> int:
         """Drop the blocks of *chain* from number *first* on, and all that was built on them; returns how many."""
         return self._context.chain.drop(chain, first) if self._context.chain.is_open else 0
+
+    def _require(self, chain: KeyChain | None = None, region: Region | None = None) -> None:
+        """Refuse a chain or tensors of another model: their records would not fit, their bytes would overrun a slot."""
+        if chain is not None and chain.identity is not self.identity and chain.identity != self.identity:
+            raise ConfigError(f"the chain belongs to {chain.identity}, this key space to {self.identity}")
+        if region is not None and region.spec is not self.spec and region.spec != self.spec:
+            raise LayoutError(f"the region was made for {region.spec}, this key space for {self.spec}")
 
     def _charge(self, session: str | None, chain: KeyChain, blocks: int, *, used: bool = False) -> None:
         session = session if session is not None else current_session(self._context.number)

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import weakref
 from typing import Any
 
 from .backend import Backend, CPUBackend
 from .block.identity import Identity
+from .block.key import root_key
 from .block.spec import BlockSpec
 from .build import build_chain
 from .config import Integrity, ManagerConfig, PolicyConfig, dump_config, parse_config
 from .engine.chain import TierChain
 from .engine.index import Index
 from .engine.ledger import MANAGER, Event, Ledger
-from .errors import ConfigError
+from .errors import ConfigError, UnknownSessionError
 from .jit import warm_up_in_background
 from .keyspace import Context, KeySpace
 from .policy.base import EvictionPolicy
@@ -88,7 +90,6 @@ class CacheManager:
         self._number = next(_NUMBERS)
         self._sessions = SessionBook()
         self._ledger = Ledger()
-        self._roots: dict[bytes, int] = {}
         # The chain outlives this object only until its threads have ended, so it must not refer back to it.
         failures = _Failures()
         self._chain = build_chain(self.config, policy, self._ledger, failures)
@@ -136,8 +137,8 @@ class CacheManager:
         self._chain.open(spec)
         warm_up_in_background()
         # Roots are negative, so that they cannot be taken for rows; -1 means "no parent" and is nobody's.
-        root = self._roots.setdefault(identity.digest, -2 - len(self._roots))
-        return KeySpace(self._context, spec, identity, root)
+        root = self._chain.roots.number(root_key(identity, self.config.key_builder), identity.digest)
+        return KeySpace(self._context, spec, identity, root, owner=self)
 
     @property
     def first_index(self) -> Index:
@@ -188,7 +189,8 @@ class CacheManager:
     def reset(self) -> None:
         """Drop every block and every session's references and history; session ids stay valid."""
         for row in self._sessions.rows():
-            self._sessions.clear(row["session"])
+            with contextlib.suppress(UnknownSessionError):  # destroyed by somebody else meanwhile
+                self._sessions.clear(row["session"])
         self._chain.clear("reset")
 
     def check(self) -> list[str]:

@@ -16,7 +16,8 @@ import numpy as np
 from .engine.table import KeyCounts, Keys
 from .errors import ConfigError, SessionExistsError, UnknownSessionError
 
-_CURRENT: ContextVar[dict[int, str]] = ContextVar("kvcache_factory_session", default={})  # noqa: B039  never mutated
+# By number of a manager's book: the sessions that this thread or task is in, the innermost last.  Never mutated.
+_CURRENT: ContextVar[dict[int, tuple[str, ...]]] = ContextVar("kvcache_factory_session", default={})  # noqa: B039
 
 
 class Session:
@@ -129,23 +130,27 @@ class SessionBook:
 
 
 class SessionScope:
-    """What ``use_session`` returns: inside, requests of this thread or task belong to the session."""
+    """What ``use_session`` returns: inside, requests of this thread or task belong to the session.
+
+    It keeps nothing itself, so one scope may be entered several times, and by several threads.
+    """
 
     def __init__(self, book_number: int, session: Session) -> None:
         self._book_number = book_number
         self._session = session
-        self._before: list[dict[int, str]] = []
 
     def __enter__(self) -> Session:
-        before = _CURRENT.get()
-        self._before.append(before)
-        _CURRENT.set({**before, self._book_number: self._session.id})
+        current = _CURRENT.get()
+        within = current.get(self._book_number, ())
+        _CURRENT.set({**current, self._book_number: (*within, self._session.id)})
         return self._session
 
     def __exit__(self, *_: object) -> None:
-        _CURRENT.set(self._before.pop())
+        current = _CURRENT.get()
+        _CURRENT.set({**current, self._book_number: current[self._book_number][:-1]})
 
 
 def current_session(book_number: int) -> str | None:
     """Id of the session that this thread or task is in, for one manager."""
-    return _CURRENT.get().get(book_number)
+    within = _CURRENT.get().get(book_number)
+    return within[-1] if within else None

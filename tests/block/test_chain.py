@@ -122,6 +122,26 @@ def test_any_split_gives_the_keys_of_one_go(builder: str, tokens: list[int], cut
 
 
 @builders
+@given(tokens=st.lists(st.integers(0, 3), min_size=8, max_size=40), media=st.lists(spans, max_size=3), data=st.data())
+def test_going_back_and_on_gives_the_keys_of_one_go(
+    builder: str, tokens: list[int], media: list[MediaSpan], data: st.DataObject
+) -> None:
+    """A regenerated answer: the chain is cut anywhere, pictures or not, and grows again."""
+    chain = fresh(tokens, builder, media)
+    chain.truncate(data.draw(st.integers(0, len(tokens))))
+    chain.extend(tokens[chain.num_tokens :])
+    same(chain, fresh(tokens, builder, media))
+
+
+@given(st.lists(spans, max_size=4))
+def test_a_block_has_extras_exactly_when_one_of_its_tokens_stands_for_media(media: list[MediaSpan]) -> None:
+    """A picture that ends with its block does not reach into the next one."""
+    covered = {at for span in media for at in range(span.start, span.start + span.length)}
+    touched = [not covered.isdisjoint(range(at, at + SIZE)) for at in range(0, 40, SIZE)]
+    assert fresh([1] * 40, media=media).extras.any(axis=1).tolist() == touched
+
+
+@builders
 def test_long_prompts_are_hashed_in_runs_without_a_seam(builder: str) -> None:
     """A prompt longer than one internal run has the keys that one block at a time gives."""
     tokens = list(range(SIZE * (2 * key_module._RUN + 3)))

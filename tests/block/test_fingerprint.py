@@ -195,6 +195,22 @@ def test_a_digest_is_remembered_until_a_file_changes(
         assert {file.stat().st_mode & 0o777 for file in files} == {0o600}
 
 
+def test_files_that_change_while_they_are_read_are_not_remembered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache: Path
+) -> None:
+    """A download in progress must not leave its digest behind for the finished file."""
+    directory = saved(tmp_path / "m", {"w": torch.ones(8)})
+    real = module._read_safetensors
+
+    def interrupted(path: Path, count: Any) -> Any:
+        yield from real(path, count)
+        os.utime(path, ns=(1, 1))
+
+    monkeypatch.setattr(module, "_read_safetensors", interrupted)
+    fingerprint_directory(directory)
+    assert not (cache / "kvcache-factory").exists()
+
+
 @pytest.mark.parametrize("content", ["", "not hex at all" * 2 + "1234", "ab"])
 def test_a_damaged_memory_is_ignored(tmp_path: Path, cache: Path, content: str) -> None:
     """What the cache directory holds is checked; nonsense costs a reading, not a wrong fingerprint."""

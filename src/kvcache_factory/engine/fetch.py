@@ -212,7 +212,7 @@ class Fetcher:
         if above.payload_offset == 0:  # a device keeps payloads only, a read brings whole images
             return None
         reservation = above.reserve(chain, root, first, count)
-        above.count_left(reservation)
+        above.count_left(reservation, self.source)
         if not len(reservation.rows) or reservation.first != first:
             above.index.abort(reservation.rows)
             return None

@@ -29,7 +29,6 @@ def seal(spec: BlockSpec, slots: Bytes, rows: Rows, chain: StoredChain, part: sl
     """Write the headers of the blocks *part* of *chain*, whose payloads are in *rows* of *slots* [n, slot_bytes]."""
     payloads = slots[:, spec.header_bytes : spec.header_bytes + spec.payload_bytes]
     sums = np.array([checksum(payloads[row].data) for row in rows.tolist()], np.uint64)
-    columns = tuple(column[part] for column in (chain.keys, chain.parents, chain.token_blocks, chain.extras))
     kinds = chain.layout[part].astype(np.int64) * 256 + chain.fidelity[part]
     for kind in np.unique(kinds).tolist():
         same = np.flatnonzero(kinds == kind)
@@ -43,8 +42,17 @@ def seal(spec: BlockSpec, slots: Bytes, rows: Rows, chain: StoredChain, part: sl
             layout=LAYOUTS[kind // 256].value,
             fidelity=Fidelity(kind % 256),
         )
-        records = (column[same] for column in columns)
-        pack_headers(template, slots, rows[same].astype(np.int64), *records, sums[same], spec.header_bytes)
+        pack_headers(
+            template,
+            slots,
+            rows[same].astype(np.int64),
+            keys=chain.keys[part][same],
+            parents=chain.parents[part][same],
+            tokens=chain.token_blocks[part][same],
+            extras=chain.extras[part][same],
+            payload_checksums=sums[same],
+            header_bytes=spec.header_bytes,
+        )
 
 
 def prove(spec: BlockSpec, image: Bytes, expected: ChainView, number: int) -> Image | str:

@@ -146,7 +146,7 @@ class Index(Tree):
         """
         end = min(first + count, chain.num_blocks)
         with self._lock:
-            resident, in_the_way = self._resident_run(chain, root, first, end, fidelity)
+            resident, in_the_way, possible = self._resident_run(chain, root, first, end, fidelity)
             start = max(first, len(resident))
             if len(resident) < first:
                 return Reservation(_NONE, start, 0, reason="parent_absent")
@@ -154,11 +154,14 @@ class Index(Tree):
                 return Reservation(_NONE, start, 0)
             replaced = self._doom(in_the_way) if len(in_the_way) else 0
             tip = int(resident[-1]) if len(resident) else root
-            rows, evicted, reason = self._allocate(end - start, tip, hint)
-            if len(rows):
-                part = slice(start - first, start - first + len(rows))
-                self._attach(rows, chain, start, tip, _part(fidelity, part), _part(layout, part))
-            return Reservation(rows, start, end - start, evicted, replaced, reason)
+            rows, evicted, reason = self._allocate(possible - start, tip, hint)
+            placed = self._place(rows, chain, start) if len(rows) else rows
+            if len(placed):
+                part = slice(start - first, start - first + len(placed))
+                self._attach(placed, chain, start, tip, _part(fidelity, part), _part(layout, part))
+            if not reason and len(placed) < end - start:
+                reason = "key_repeats"
+            return Reservation(placed, start, end - start, evicted, replaced, reason)
 
     def commit(self, rows: Rows, hint: RequestHint = NO_HINT) -> int:
         """Make reserved *rows* visible; returns how many are, which is fewer if they were dropped meanwhile."""
@@ -178,14 +181,15 @@ class Index(Tree):
                 self._offer(int(rows[-1]))  # each of the others has the next as its child
             return len(rows)
 
-    def abort(self, rows: Rows) -> None:
-        """Give reserved *rows* back unwritten, with whatever was built on them."""
+    def abort(self, rows: Rows) -> int:
+        """Give reserved *rows* back unwritten, with whatever was built on them; returns how many of that were ready."""
         if not len(rows):
-            return
+            return 0
         with self._lock:
             self.busy[rows] = False
-            self._doom(rows)
+            lost = self._doom(rows)
             self._collect(rows[::-1].tolist())
+            return lost
 
     # -- leaving ------------------------------------------------------------------------------------------------------
 
@@ -235,11 +239,14 @@ class Index(Tree):
             self._pin(row)
 
     def stored_chain(self, row: int, roots: Roots) -> StoredChain:
-        """The chain from its first block to *row*, which the caller must hold a pin of."""
+        """The blocks that are ready of the chain from its first to *row*, which the caller must hold a pin of."""
         with self._lock:
             rows = self._path(row)
-            span = as_slice(rows)
             root = int(self.parent[rows[0]])
+            waiting = self.state[rows] != READY
+            if waiting.any():  # being written by somebody else, or dropped
+                rows = rows[: int(waiting.argmax())]
+            span = as_slice(rows)
             root_key, identity_digest = roots.origin(root)
             return StoredChain(
                 root=root,
@@ -260,6 +267,12 @@ class Index(Tree):
             rows[i] = row
             row = self._parent_at[row]
         return rows
+
+    def gone(self, rows: Rows) -> int:
+        """Number of the first of *rows*, which the caller holds, that was dropped; their number when none was."""
+        with self._lock:
+            dropped = self.state[rows] != READY
+            return int(dropped.argmax()) if dropped.any() else len(rows)
 
     def select_victims(self, count: int) -> Rows:
         """Pin up to *count* rows that the policy would let leave first; :meth:`remove_selected` ends that."""
@@ -310,21 +323,28 @@ class Index(Tree):
 
     def _resident_run(
         self, chain: Chain, root: int, first: int, end: int, fidelity: int | npt.NDArray[np.uint8]
-    ) -> tuple[Rows, Rows]:
-        """The leading rows of *chain* that stay for a save of the blocks from *first* on, and those that give way."""
+    ) -> tuple[Rows, Rows, int]:
+        """For a save of the blocks from *first* to *end* - 1: the leading rows of *chain* that stay, the rows that give
+        way, and the number of the block up to which blocks can be stored."""
         known = self._recall(chain, root, end)
         rows = self._table.find(chain.keys[len(known) : end])
         if len(known):
             rows = np.concatenate((known, rows))
         absent = rows < 0
         if absent.all():
-            return _NONE, _NONE
+            return _NONE, _NONE, end
         good = self._verified(chain, root, rows[: int(absent.argmax()) if absent.any() else end], len(known))
         if good > first:
             worse = self.fidelity[rows[first:good]] > _part(fidelity, slice(good - first))
             if worse.any():
                 good = first + int(worse.argmax())
-        return rows[:good], rows[good:][rows[good:] >= 0]
+        stay, rest = rows[:good], rows[good:]
+        if (rest >= 0).any():
+            # A key of the chain's own beginning must not drive that beginning out.
+            repeats = np.isin(rest, stay)
+            rest = rest[: int(repeats.argmax())] if repeats.any() else rest
+            end = good + len(rest)
+        return stay, rest[rest >= 0], end
 
     def _verified(self, chain: Chain, root: int, rows: Rows, start: int) -> int:
         """How many leading *rows* carry the records of *chain*; those before *start* are known to."""
@@ -377,6 +397,14 @@ class Index(Tree):
         self._live += count
         return rows, evicted, reason
 
+    def _place(self, rows: Rows, chain: Chain, start: int) -> Rows:
+        """Make reserved *rows* findable under the keys of *chain*, and give back those behind a key that repeats."""
+        self.keys[as_slice(rows)] = chain.keys[start : start + len(rows)]
+        placed = self._table.insert(rows)
+        if placed < len(rows):
+            self._release(rows[placed:])
+        return rows[:placed]
+
     def _attach(
         self,
         rows: Rows,
@@ -388,7 +416,6 @@ class Index(Tree):
     ) -> None:
         stop = start + len(rows)
         span = as_slice(rows)
-        self.keys[span] = chain.keys[start:stop]
         if self.tokens.shape[1]:
             self.tokens[span] = chain.token_blocks[start:stop]
         self.extras[span] = chain.extras[start:stop]
@@ -410,7 +437,6 @@ class Index(Tree):
             self._children_at[tip] += 1
             if self._children_at[tip] == 1:
                 self.policy.on_evictable(tip, False)
-        self._table.insert(rows)
 
 
 def _part(value: int | npt.NDArray[np.uint8], part: slice) -> int | npt.NDArray[np.uint8]:

@@ -50,7 +50,8 @@ class Ledger:
     """Thread-safe sums of events; one per manager."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        # Reentrant: a destructor that the collector runs inside may end a session, which counts.
+        self._lock = threading.RLock()
         self._totals: dict[tuple[str, Event, str], list[int]] = {}
         self._seconds: dict[str, list[float]] = {}
 

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..block.spec import Layout
+from ..errors import ClosedError
 from ..memory.move import gather, scatter
 from ..memory.region import BlockPositions, Region
 from ..store.base import SlotMemory
@@ -22,6 +23,7 @@ class Mover:
     def __init__(self) -> None:
         self._idle = threading.Condition()
         self._copies = 0
+        self._closed = False
 
     @staticmethod
     def layout_code(tag: Layout) -> int:
@@ -49,13 +51,16 @@ class Mover:
                 part = positions if len(same) == len(slots) else BlockPositions(positions.a[same], positions.b[same])
                 scatter(region, part, memory, slots[same], payload_offset, LAYOUTS[code])
 
-    def drain(self) -> None:
-        """Wait until no copy is in flight."""
+    def close(self) -> None:
+        """Refuse new copies, and wait until none is in flight: after that, slots may be freed."""
         with self._idle:
+            self._closed = True
             self._idle.wait_for(lambda: not self._copies)
 
     def __enter__(self) -> None:
         with self._idle:
+            if self._closed:
+                raise ClosedError("the manager was closed before this copy began")
             self._copies += 1
 
     def __exit__(self, *_: object) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..block.spec import BlockSpec
-from ..policy.base import EvictionPolicy, RequestHint
+from ..policy.base import NO_HINT, EvictionPolicy, RequestHint
 from ..store.base import Entries, PlacedStore
 from .index import Chain, Index, Reservation
 from .ledger import Event, Ledger
@@ -105,7 +105,8 @@ class PlacedIndex(Index):
         for _ in range(int(depth.max()).bit_length() + 1):
             connected &= connected[up]
             up = up[up]
-        return connected
+        reached: npt.NDArray[np.bool_] = connected
+        return reached
 
     def _discard(self, rows: Rows) -> None:
         self._table.remove(rows)
@@ -146,7 +147,8 @@ class PlacedTier(Tier):
     def open(self, spec: BlockSpec) -> None:
         self.block_bytes = self.store.slot_bytes(spec)
         self.spec = spec
-        entries = self.store.open(spec, lambda found: self._rows_for(found))
+        self.store.open(spec, 0)
+        entries = self.store.scan()
         index = PlacedIndex(self._rows_for(len(entries.keys)), self.policy, self._clock)
         self._index = index
         self._enter(index, entries)
@@ -173,7 +175,7 @@ class PlacedTier(Tier):
         count: int,
         fidelity: int | npt.NDArray[np.uint8] = 0,
         layout: int | npt.NDArray[np.uint8] = 0,
-        hint: RequestHint | None = None,
+        hint: RequestHint = NO_HINT,
     ) -> Reservation:
         taken = super().reserve(chain, root, first, count, fidelity, layout, hint)
         self.settle()
@@ -204,6 +206,12 @@ class PlacedTier(Tier):
             if not self.store.reassign():
                 return
 
+    def reject(self, rows: Rows, reason: str) -> None:
+        bad = rows[:1]
+        if len(bad) and self.placed.pins[bad[0]] == 0 and self.store.owns(bad).all():
+            self.store.quarantine(bad)
+        super().reject(rows, reason)
+
     def settle(self) -> None:
         """Let the store free the places of rows that have left."""
         rows = self.index.take_limbo()
@@ -233,5 +241,3 @@ class PlacedTier(Tier):
     def stale(self, after_s: float) -> bool:
         """Whether the last :meth:`refresh` began longer ago than that."""
         return self._clock() - self._refreshed_s > after_s
-
-

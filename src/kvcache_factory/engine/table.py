@@ -55,15 +55,19 @@ def _find(table: Any, column: Any, keys: Any, leading: Any, out: Any) -> None:
             return
 
 
-@kernel("void(i4[::1], i8[:,::1], i4[::1])")
-def _insert(table: Any, column: Any, rows: Any) -> None:
+@kernel("i8(i4[::1], i8[:,::1], i4[::1])")
+def _insert(table: Any, column: Any, rows: Any) -> int:
     mask = len(table) - 1
     for i in range(len(rows)):
         row = rows[i]
         at = column[row, 0] & mask
         while table[at] >= 0:
+            there = table[at]
+            if column[there, 0] == column[row, 0] and column[there, 1] == column[row, 1]:
+                return i
             at = (at + 1) & mask
         table[at] = row
+    return len(rows)
 
 
 @kernel("void(i4[::1], i8[:,::1], i4[::1])")
@@ -134,9 +138,9 @@ class KeyTable:
         _find(self._table, self._column, _words(keys), leading, rows)
         return rows
 
-    def insert(self, rows: Rows) -> None:
-        """Make *rows* findable; their keys must be in the column and absent from the table."""
-        _insert(self._table, self._column, rows)
+    def insert(self, rows: Rows) -> int:
+        """Make *rows* findable under their keys in the column, up to one whose key is taken; returns how many are."""
+        return int(_insert(self._table, self._column, rows))
 
     def remove(self, rows: Rows) -> None:
         """Forget *rows*, every one of which must have been inserted."""
@@ -170,8 +174,11 @@ class KeyCounts:
         return held
 
     def missing(self, keys: Keys) -> Keys:
-        """Those of *keys* ``[n, 2]`` that have no holder."""
+        """Those of *keys* ``[n, 2]`` that have no holder, each once."""
         absent: Keys = keys[self._table.find(keys) < 0]
+        # Only a collision repeats a key within a chain, and half a key is enough to see that there is none.
+        if len(np.unique(absent[:, 0])) < len(absent):
+            absent = np.unique(absent, axis=0)
         return absent
 
     def add(self, keys: Keys) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from enum import StrEnum
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,17 @@ from .table import Keys, Rows
 GIB = 1 << 30
 SAMPLE_EVERY = 16
 """With ``integrity="sample"``, one block in this many carries a checksum."""
+
+
+class Ingestion(StrEnum):
+    """When a block of the tier above is copied to this one."""
+
+    ALL = "all"
+    """When it is stored."""
+    HOT = "hot"
+    """When it has been hit often enough."""
+    EVICTED = "evicted"
+    """When it is about to leave the tier above."""
 
 
 class Tier:
@@ -52,6 +64,8 @@ class Tier:
         self.budget_bytes = budget_bytes
         self.ledger = ledger
         self._clock = clock
+        self.ingestion = Ingestion.ALL
+        self.hot_hits = 2
         self.spec: BlockSpec | None = None
         self._index: Index | None = None
         self.block_bytes = 0
@@ -128,6 +142,17 @@ class Tier:
         self.settle()
         self.count(Event.DROPPED, gone, reason)
         return gone
+
+    def count_left(self, reservation: Reservation, below: Tier | None = None) -> None:
+        """Count what had to leave, or could not come, for a reservation."""
+        self.count_evicted(reservation.evicted, below)
+        self.count(Event.DROPPED, reservation.replaced, "replaced")
+        self.count(Event.NOT_STORED, reservation.wanted - len(reservation.rows), reservation.reason)
+
+    def reject(self, rows: Rows, reason: str) -> None:
+        """The first of *rows* could not be read or is not what its key says: it leaves with what was built on it."""
+        self.count(Event.LOAD_FAILED, len(rows), reason)
+        self.drop(rows[:1], reason)
 
     def settle(self) -> None:
         """Let the store do what is due for rows that have left."""

@@ -19,7 +19,6 @@ import threading
 from collections.abc import Callable, Iterable
 
 import numpy as np
-import numpy.typing as npt
 
 from ..policy.base import EvictionPolicy
 from .table import Keys, KeyTable, Rows

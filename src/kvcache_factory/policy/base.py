@@ -39,6 +39,10 @@ class RequestHint(msgspec.Struct, frozen=True):
 NO_HINT = RequestHint()
 
 
+def _is_size(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < float("inf")
+
+
 class EvictionPolicy(ABC):
     """Base of every eviction policy.
 
@@ -54,7 +58,7 @@ class EvictionPolicy(ABC):
     name: ClassVar[str] = ""
 
     def __init__(self, max_size_gb: float | None = None) -> None:
-        if max_size_gb is not None and not max_size_gb > 0:
+        if max_size_gb is not None and not _is_size(max_size_gb):
             raise CapacityError(f"{type(self).__name__}(max_size_gb={max_size_gb!r}): give a size in GiB above 0")
         self.max_size_gb = max_size_gb
 

@@ -31,7 +31,7 @@ class Slow(msgspec.Struct, frozen=True):
 
 
 class Short(msgspec.Struct, frozen=True):
-    """A read ends after *blocks* blocks."""
+    """A read or write ends after *blocks* blocks."""
 
     blocks: int = 0
 
@@ -130,17 +130,19 @@ class FaultyStore(Store):
     def payload(self, slot: int) -> memoryview | None:
         return self.inner.payload(slot)
 
-    def write(self, slots: Slots, source: SlotMemory, source_slots: Slots, source_offset: int) -> None:
+    def write(self, slots: Slots, source: SlotMemory, source_slots: Slots, source_offset: int) -> int:
         fault = self._begin("write")
+        if isinstance(fault, Short):
+            slots, source_slots = slots[: fault.blocks], source_slots[: fault.blocks]
         if not isinstance(fault, Flip) or fault.block >= len(slots):
-            self.inner.write(slots, source, source_slots, source_offset)
-            return
+            return self.inner.write(slots, source, source_slots, source_offset)
         # Damaged on the way: the source belongs to the caller, so a copy of it carries the flipped bit.
         copy = Slab(source.slots, source.slot_bytes, huge_pages=False)
         copy.view[source_slots] = source.view[source_slots]
         _flip(copy, int(source_slots[fault.block]), source_offset, fault.bit % (8 * self._spec.payload_bytes))
-        self.inner.write(slots, copy, source_slots, source_offset)
+        written = self.inner.write(slots, copy, source_slots, source_offset)
         copy.close()
+        return written
 
     def read(self, slots: Slots, target: SlotMemory, target_slots: Slots, target_offset: int) -> int:
         fault = self._begin("read")

@@ -89,7 +89,7 @@ class StoreTests(ABC):
         """A batch in any order: each payload rests in the slot it was sent to and comes back from there."""
         order, back = slots(4, 0, 5, 2), slots(2, 4, 0, 5)
         with images(spec, 4) as source:
-            store.write(order, source, slots(3, 1, 0, 2), OFFSET)
+            assert store.write(order, source, slots(3, 1, 0, 2), OFFSET) == 4
             sent = dict(zip(order.tolist(), payloads(source, spec, slots(3, 1, 0, 2)), strict=True))
         assert np.array_equal(contents(store, spec, back), np.stack([sent[slot] for slot in back.tolist()]))
 
@@ -130,7 +130,7 @@ class StoreTests(ABC):
         """No blocks are written and read without fuss."""
         with images(spec, 1) as source:
             before = source.view.copy()
-            store.write(slots(), source, slots(), OFFSET)
+            assert store.write(slots(), source, slots(), OFFSET) == 0
             assert store.read(slots(), source, slots(), OFFSET) == 0
             assert np.array_equal(source.view, before)
 
