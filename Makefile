@@ -50,8 +50,8 @@ format: $(STAMP)
 
 # The closing run is the whole suite; before it, what must also hold without numba and on the oldest Transformers.
 test: $(STAMP) lint
-	KVCACHE_FACTORY_NO_NUMBA=1 $(PYTEST) $(wildcard tests/memory tests/engine)
-	PYTHONPATH=$(TF4) $(PYTEST) $(wildcard tests/integration)
+	KVCACHE_FACTORY_NO_NUMBA=1 $(PYTEST) tests/memory $(wildcard tests/engine)
+	PYTHONPATH=$(TF4) $(PYTEST) tests/integration
 	$(PYTEST)
 
 demo: $(STAMP)

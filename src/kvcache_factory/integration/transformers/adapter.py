@@ -47,9 +47,9 @@ class TransformersCacheAdapter(CacheAdapter):
         self._prefix = f"tf{next(_NUMBERS)}"
         self._numbers = itertools.count(1)
         self._refreshing = threading.Lock()
-        self._argument = cache_argument(model)
         self._hook: GenerateHook | None = None
         self._register()
+        self._argument = cache_argument(model)
 
     @classmethod
     def attach(
