@@ -66,9 +66,9 @@ class SessionExistsError(SessionError):
 
 
 class StoreError(KVCacheError):
-    """A store could not do what was asked; *reason* is one word for counting, such as ``enospc``."""
+    """A store could not do what was asked; ``reason`` is the one word under which that is counted."""
 
-    def __init__(self, message: str, reason: str = "error") -> None:
+    def __init__(self, message: str, reason: str = "failed") -> None:
         super().__init__(message)
         self.reason = reason
 

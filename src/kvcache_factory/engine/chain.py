@@ -25,10 +25,10 @@ from ..policy.base import NO_HINT, RequestHint
 from .fetch import Fetch
 from .flow import Flow, FlowSettings
 from .io import Lane, Ticket
+from .lasting import LastingTier
 from .lease import LeaseBook
 from .ledger import MANAGER, Event, Ledger
 from .mover import Mover
-from .placed import PlacedTier
 from .roots import Roots
 from .table import Keys
 from .tier import Tier
@@ -160,12 +160,12 @@ class TierChain:
     def refresh(self) -> None:
         """Learn now what other processes have stored in shared tiers."""
         for tier in self.tiers:
-            if isinstance(tier, PlacedTier):
+            if isinstance(tier, LastingTier):
                 tier.refresh()
 
     def _refresh_if_stale(self) -> None:
         for tier in self.tiers:
-            if isinstance(tier, PlacedTier) and tier.stale(self.flow.settings.refresh_s):
+            if isinstance(tier, LastingTier) and tier.stale(self.flow.settings.refresh_s):
                 self.flow.io.submit(Lane.LOAD, tier.refresh)
 
     def _match_tiers(

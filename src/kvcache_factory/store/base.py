@@ -20,30 +20,10 @@ if TYPE_CHECKING:
     from ..memory.slab import Slab
 
 Slots: TypeAlias = npt.NDArray[np.int32]
+Places: TypeAlias = npt.NDArray[np.int64]
+Mask: TypeAlias = npt.NDArray[np.bool_]
+Keys: TypeAlias = npt.NDArray[np.uint64]
 SlotMemory: TypeAlias = "Slab | DeviceSlab"
-
-
-class Entries(msgspec.Struct, frozen=True):
-    """What a store held before, a column per property; ``place`` is the store's own word for where."""
-
-    keys: npt.NDArray[np.uint64]
-    parents: npt.NDArray[np.uint64]
-    identities: npt.NDArray[np.uint64]
-    extras: npt.NDArray[np.uint64]
-    depth: npt.NDArray[np.int32]
-    time_ns: npt.NDArray[np.int64]
-    fidelity: npt.NDArray[np.uint8]
-    layout: npt.NDArray[np.uint8]
-    owned: npt.NDArray[np.bool_]
-    place: npt.NDArray[np.int64]
-
-
-class Change(msgspec.Struct, frozen=True):
-    """What other processes did to a shared store: rows that are gone, rows that are ours now, and new entries."""
-
-    gone: Slots
-    adopted: Slots
-    fresh: Entries
 
 
 class Store(ABC):
@@ -82,9 +62,10 @@ class Store(ABC):
 
     @abstractmethod
     def write(self, slots: Slots, source: SlotMemory, source_slots: Slots, source_offset: int) -> int:
-        """Copy the payloads of *source_slots* into *slots*, both [n]; returns how many leading ones were written.
+        """Copy the payloads of *source_slots* into *slots*; returns how many of the leading n were written.
 
-        A payload begins *source_offset* bytes into its source slot.
+        A payload begins *source_offset* bytes into its source slot.  A store that is not memory keeps whole images:
+        what lies before the payload must be its header.  Raises StoreError, with a reason, when none could be written.
         """
 
     @abstractmethod
@@ -96,57 +77,98 @@ class Store(ABC):
         """Give everything back; idempotent."""
 
 
-class PlacedStore(Store):
-    """A store that is not memory: it keeps records of its own, finds places by itself, and may be shared.
+class Entries(msgspec.Struct, frozen=True):
+    """Blocks that a lasting store holds, one entry in each column; all but *places* are hints until a read proves them.
 
-    What it reads and writes are whole slot images in page-aligned host memory.  The index numbers rows; the store knows
-    where each of them is.
+    Attributes:
+        keys, parents, identities, extras: ``uint64 [n, 2]``; identities are digests, and the parent of a first block
+            is the root of its chain.
+        depth: number of the block in its chain, ``int32 [n]``; -1 where the writer did not say.
+        time_ns: wall clock of the write, ``int64 [n]``; good for an order and nothing else.
+        fidelity, layout: ``uint8 [n]``; layouts as in ``docs/format.md`` (0 LCND, 1 LCHND, 255 another).
+        owned: whether this process may free the block, ``bool [n]``.
+        places: where the block rests, ``int64 [n]``.
     """
 
-    @property
-    def memory(self) -> SlotMemory | None:
-        return None
+    keys: Keys
+    parents: Keys
+    identities: Keys
+    extras: Keys
+    depth: npt.NDArray[np.int32]
+    time_ns: npt.NDArray[np.int64]
+    fidelity: npt.NDArray[np.uint8]
+    layout: npt.NDArray[np.uint8]
+    owned: Mask
+    places: Places
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+
+class Changes(msgspec.Struct, frozen=True):
+    """What others have done since the last look.
+
+    Attributes:
+        gone: rows whose block is no longer there.
+        adopted: rows whose block this process may free from now on, because its owner has died.
+        fresh: blocks that have no row yet.
+    """
+
+    gone: Slots
+    adopted: Slots
+    fresh: Entries
+
+
+class LastingStore(Store):
+    """A store that keeps blocks beyond the process and shares them with others.
+
+    Its slot numbers are rows: the store finds room for the block of a row when it is written, and may have none left.
+    """
 
     @abstractmethod
     def scan(self) -> Entries:
-        """What was here when the store was opened."""
+        """Everything that is there and has no row yet; call it once after :meth:`open`."""
 
     @abstractmethod
-    def bind(self, rows: Slots, entries: Entries) -> None:
-        """The index knows *entries* as *rows* [n] from now on; -1 for an entry that it has no use for."""
+    def bind(self, rows: Slots, places: Places) -> Mask:
+        """Give entries their rows; -1 lets go of a block, for good where it is ours.  False where it left meanwhile."""
 
     @abstractmethod
-    def refresh(self) -> Change:
-        """What other processes have changed since."""
+    def refresh(self) -> Changes:
+        """Take in what other processes have added and freed since; a few system calls for each of their segments."""
 
     @abstractmethod
     def room(self) -> int:
-        """How many more blocks can be placed without freeing any."""
+        """How many blocks can be written now without freeing any."""
+
+    @abstractmethod
+    def present(self, rows: Slots) -> Mask:
+        """Where the block of a row is still there, as far as this process knows."""
+
+    @abstractmethod
+    def owned(self, rows: Slots) -> Mask:
+        """Where freeing a row makes room."""
 
     @abstractmethod
     def free(self, rows: Slots) -> None:
-        """Free the places of *rows*; those that have none are fine."""
+        """Forget the blocks of *rows*; those of our own make room.  Never raises for a store that has failed."""
 
     @abstractmethod
-    def erase(self, rows: Slots) -> None:
-        """Overwrite the bytes of *rows*, then free their places."""
+    def erase(self, rows: Slots) -> int:
+        """Overwrite the blocks of *rows* of our own with zeros and free them all; returns how many were overwritten."""
 
     @abstractmethod
     def quarantine(self, rows: Slots) -> None:
-        """Never use the places of *rows* again in this run."""
+        """Free *rows* and never use their places again in this run."""
 
     @abstractmethod
-    def owns(self, rows: Slots) -> npt.NDArray[np.bool_]:
-        """Which of *rows* this process may free."""
-
     def reassign(self) -> bool:
-        """Make an empty region for blocks of another size available for ours; False when there is none."""
-        return False
+        """Give the room of an own empty segment of another block size to ours; False when there is none."""
 
-    def other_class(self) -> Slots:
-        """Rows of blocks of another size that would have to leave first."""
-        return np.empty(0, np.int32)
+    @abstractmethod
+    def fullest_other_class(self) -> Slots:
+        """Rows to free so that :meth:`reassign` succeeds, the fewest there are; empty when that cannot help."""
 
+    @abstractmethod
     def surplus(self) -> Slots:
-        """Rows that other processes are waiting for the room of."""
-        return np.empty(0, np.int32)
+        """Rows to free so that a process below its fair share of the budget finds room; mostly empty."""

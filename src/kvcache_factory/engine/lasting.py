@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from ..block.spec import BlockSpec
 from ..policy.base import NO_HINT, EvictionPolicy, RequestHint
-from ..store.base import Entries, PlacedStore
+from ..store.base import Entries, LastingStore
 from .index import Chain, Index, Reservation
 from .ledger import Event, Ledger
 from .roots import Roots
@@ -24,7 +24,7 @@ from .tree import READY
 SPARE_ROWS = 4096
 
 
-class PlacedIndex(Index):
+class LastingIndex(Index):
     """An index without tokens, which can take over what a directory already holds."""
 
     def __init__(self, rows: int, policy: EvictionPolicy, clock: Callable[[], float]) -> None:
@@ -125,15 +125,15 @@ def _first_of_each(entries: Entries) -> npt.NDArray[np.int64]:
     return sorted_by_depth
 
 
-class PlacedTier(Tier):
-    """A tier over a :class:`PlacedStore`."""
+class LastingTier(Tier):
+    """A tier over a :class:`LastingStore`."""
 
-    store: PlacedStore
+    store: LastingStore
 
     def __init__(
         self,
         name: str,
-        store: PlacedStore,
+        store: LastingStore,
         policy: EvictionPolicy,
         budget_bytes: int,
         ledger: Ledger,
@@ -149,22 +149,25 @@ class PlacedTier(Tier):
         self.spec = spec
         self.store.open(spec, 0)
         entries = self.store.scan()
-        index = PlacedIndex(self._rows_for(len(entries.keys)), self.policy, self._clock)
+        index = LastingIndex(self._rows_for(len(entries)), self.policy, self._clock)
         self._index = index
         self._enter(index, entries)
 
     def _rows_for(self, found: int) -> int:
         return self.budget_bytes // self.block_bytes + found + found // 4 + SPARE_ROWS
 
-    def _enter(self, index: PlacedIndex, entries: Entries) -> None:
+    def _enter(self, index: LastingIndex, entries: Entries) -> None:
         rows = index.enter(entries, self._roots)
-        self.store.bind(rows, entries)
+        bound = self.store.bind(rows, entries.places)
         self.count(Event.FOUND, int((rows >= 0).sum()))
+        left = rows[(rows >= 0) & ~bound]
+        if len(left):
+            self.count(Event.DROPPED, index.lose(left[~entries.owned[(rows >= 0) & ~bound]]), "owner_freed")
 
     @property
-    def placed(self) -> PlacedIndex:
+    def lasting(self) -> LastingIndex:
         """The index as what it is here."""
-        assert isinstance(self._index, PlacedIndex)
+        assert isinstance(self._index, LastingIndex)
         return self._index
 
     def reserve(
@@ -199,7 +202,7 @@ class PlacedTier(Tier):
     def _clear_other_class(self) -> None:
         """Make room by emptying a segment of blocks of another size, if this process owns one and needs it."""
         while self.store.room() <= 0:
-            rows = self.store.other_class()
+            rows = self.store.fullest_other_class()
             if len(rows):
                 self.count(Event.EVICTED, self.index.drop(rows), "other_size")
                 self.settle()
@@ -208,7 +211,7 @@ class PlacedTier(Tier):
 
     def reject(self, rows: Rows, reason: str) -> None:
         bad = rows[:1]
-        if len(bad) and self.placed.pins[bad[0]] == 0 and self.store.owns(bad).all():
+        if len(bad) and self.lasting.pins[bad[0]] == 0 and self.store.owned(bad).all():
             self.store.quarantine(bad)
         super().reject(rows, reason)
 
@@ -229,7 +232,7 @@ class PlacedTier(Tier):
         """Learn what other processes have stored and freed, and take over what dead ones left."""
         self._refreshed_s = self._clock()
         change = self.store.refresh()
-        index = self.placed
+        index = self.lasting
         self.count(Event.DROPPED, index.lose(change.gone), "owner_freed")
         index.own(change.adopted)
         self._enter(index, change.fresh)
