@@ -66,7 +66,11 @@ class SessionExistsError(SessionError):
 
 
 class StoreError(KVCacheError):
-    """A store could not do what was asked."""
+    """A store could not do what was asked; ``reason`` is the one word under which that is counted."""
+
+    def __init__(self, message: str, reason: str = "failed") -> None:
+        super().__init__(message)
+        self.reason = reason
 
 
 class ClosedError(KVCacheError):

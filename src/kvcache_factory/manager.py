@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import threading
 import weakref
 from typing import Any
 
 from .backend import Backend, CPUBackend
 from .block.identity import Identity
+from .block.key import root_key
 from .block.spec import BlockSpec
 from .build import build_chain
 from .config import Integrity, ManagerConfig, PolicyConfig, dump_config, parse_config
@@ -90,8 +90,6 @@ class CacheManager:
         self._number = next(_NUMBERS)
         self._sessions = SessionBook()
         self._ledger = Ledger()
-        self._roots: dict[bytes, int] = {}
-        self._roots_lock = threading.Lock()
         # The chain outlives this object only until its threads have ended, so it must not refer back to it.
         failures = _Failures()
         self._chain = build_chain(self.config, policy, self._ledger, failures)
@@ -139,8 +137,7 @@ class CacheManager:
         self._chain.open(spec)
         warm_up_in_background()
         # Roots are negative, so that they cannot be taken for rows; -1 means "no parent" and is nobody's.
-        with self._roots_lock:
-            root = self._roots.setdefault(identity.digest, -2 - len(self._roots))
+        root = self._chain.roots.number(root_key(identity, self.config.key_builder), identity.digest)
         return KeySpace(self._context, spec, identity, root, owner=self)
 
     @property

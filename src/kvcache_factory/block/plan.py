@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +19,27 @@ class Segment(msgspec.Struct, frozen=True):
     rows: Rows
 
 
+class ChainView(msgspec.Struct, frozen=True):
+    """The leading blocks of a chain as they were when it was looked up: keys and records, which never change."""
+
+    root_key: bytes
+    identity_digest: bytes
+    keys: npt.NDArray[np.uint64]
+    token_blocks: npt.NDArray[np.uint32]
+    extras: npt.NDArray[np.uint64]
+    memo: dict[int, Any]
+
+    @property
+    def num_blocks(self) -> int:
+        """Number of blocks."""
+        return len(self.keys)
+
+    @property
+    def parents(self) -> npt.NDArray[np.uint64]:
+        """Keys ``[n, 2]`` of the blocks before each, the root key first."""
+        return np.concatenate((np.frombuffer(self.root_key, np.uint64)[None], self.keys))[:-1]
+
+
 class Match(msgspec.Struct, frozen=True):
     """The leading run of a chain that is stored, held by the lease of *request_id* until it is released.
 
@@ -28,6 +51,8 @@ class Match(msgspec.Struct, frozen=True):
         Which tier serves which part, in order.
     reason:
         Why the run is not longer; empty when the whole chain was asked for and found.
+    lease, root, chain:
+        What loading needs to know.
     """
 
     request_id: str
@@ -36,3 +61,5 @@ class Match(msgspec.Struct, frozen=True):
     segments: tuple[Segment, ...] = ()
     reason: str = ""
     lease: int = -1
+    root: int = 0
+    chain: ChainView | None = None

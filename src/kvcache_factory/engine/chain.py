@@ -10,23 +10,27 @@ Decide here, move there: the indexes decide under their locks and hand out rows;
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 
 from ..block.envelope import Fidelity
 from ..block.key import KeyChain
-from ..block.plan import Match, Segment
+from ..block.plan import ChainView, Match, Segment
 from ..block.spec import BlockSpec
 from ..errors import ClosedError, ConfigError
 from ..memory.region import BlockPositions, Region
-from ..policy.base import RequestHint
+from ..policy.base import NO_HINT, RequestHint
+from .fetch import Fetch
 from .flow import Flow, FlowSettings
 from .io import Lane, Ticket
+from .lasting import LastingTier
 from .lease import LeaseBook
 from .ledger import MANAGER, Event, Ledger
 from .mover import Mover
-from .table import Keys, Rows
+from .roots import Roots
+from .table import Keys
 from .tier import Tier
 
 
@@ -51,13 +55,15 @@ class TierChain:
     ) -> None:
         assert tiers, "a chain needs a tier"
         self.tiers = list(tiers)
-        self.flow = Flow(self.tiers, settings, on_error)
+        self.roots = Roots()
+        self.flow = Flow(self.tiers, settings, self.roots, on_error)
         self.ledger = ledger
         self.mover = Mover()
         self.leases = LeaseBook(settings.lease_max_age_s, clock, self._count_expired)
         self._spec: BlockSpec | None = None
         self._open_lock = threading.Lock()
         self._closed = False
+        self._prefetches = itertools.count()
 
     # -- open and close -----------------------------------------------------------------------------------------------
 
@@ -78,6 +84,7 @@ class TierChain:
                 for tier in opened:
                     tier.close()
                 raise
+            self.flow.open(spec)
             self._spec = spec
 
     @staticmethod
@@ -104,7 +111,7 @@ class TierChain:
             if self._closed:
                 return
             self._closed = True
-        self.flow.io.close()
+        self.flow.close()
         self.mover.close()
         self.leases.clear()
         for tier in self.tiers:
@@ -121,6 +128,7 @@ class TierChain:
     ) -> Match:
         """The verified leading run of at most *limit* blocks, leased to *request_id*."""
         limit = min(limit, chain.num_blocks)
+        self._refresh_if_stale()
         pins: list[tuple[Tier, int]] = []
         try:
             segments, covered, reason = self._match_tiers(chain, root, limit, worst, hint, pins)
@@ -134,7 +142,31 @@ class TierChain:
             self.ledger.add(MANAGER, Event.MISS, limit - covered, reason=reason)
         lease = self.leases.open(request_id, pins)
         tokens = covered * chain.identity.block_tokens
-        return Match(request_id, covered, tokens, tuple(segments), reason, lease)
+        stored = any(self.tiers[segment.tier].store.memory is None for segment in segments)
+        view = self._view(chain, covered) if stored else None
+        return Match(request_id, covered, tokens, tuple(segments), reason, lease, root, view)
+
+    @staticmethod
+    def _view(chain: KeyChain, blocks: int) -> ChainView:
+        return ChainView(
+            root_key=chain.root,
+            identity_digest=chain.identity.digest,
+            keys=chain.keys[:blocks],
+            token_blocks=chain.token_blocks[:blocks],
+            extras=chain.extras[:blocks],
+            memo={},
+        )
+
+    def refresh(self) -> None:
+        """Learn now what other processes have stored in shared tiers."""
+        for tier in self.tiers:
+            if isinstance(tier, LastingTier):
+                tier.refresh()
+
+    def _refresh_if_stale(self) -> None:
+        for tier in self.tiers:
+            if isinstance(tier, LastingTier) and tier.stale(self.flow.settings.refresh_s):
+                self.flow.io.submit(Lane.LOAD, tier.refresh)
 
     def _match_tiers(
         self,
@@ -159,6 +191,7 @@ class TierChain:
             reason = found.reason
             if served:
                 segments.append(Segment(number, covered, found.rows[covered:]))
+                self.flow.used(number, found.rows)
                 pins.append((tier, int(found.rows[-1])))
                 covered += served
             elif len(found.rows):
@@ -183,19 +216,46 @@ class TierChain:
         loaded = 0
         for segment in match.segments:
             tier = self.tiers[segment.tier]
-            rows = segment.rows[: len(positions) - loaded]
-            sound = tier.sound(rows, self.flow.settings.integrity)
-            if sound < len(rows):
-                tier.count(Event.LOAD_FAILED, len(rows) - sound, "checksum")
-                tier.count(Event.DROPPED, tier.index.drop(rows[sound : sound + 1]), "checksum")
-            self.mover.scatter(tier, rows[:sound], region, positions[loaded : loaded + sound])
-            tier.count(Event.LOADED, sound)
-            loaded += sound
-            if sound:
-                self.flow.promote(segment.tier, int(rows[sound - 1]))
-            if sound < len(segment.rows):
+            wanted = min(len(segment.rows), len(positions) - loaded)
+            part = positions[loaded : loaded + wanted]
+            if tier.store.memory is not None:
+                got = self._load_memory(segment, wanted, region, part)
+            else:
+                got = self._load_stored(match, segment, wanted, region, part)
+            tier.count(Event.LOADED, got)
+            loaded += got
+            if got < len(segment.rows):
                 break
         return loaded
+
+    def _load_memory(self, segment: Segment, wanted: int, region: Region, positions: BlockPositions) -> int:
+        tier = self.tiers[segment.tier]
+        rows = segment.rows[:wanted]
+        sound = tier.sound(rows, self.flow.settings.integrity)
+        if sound < len(rows):
+            tier.reject(rows[sound:], "checksum")
+        rows = rows[:sound]
+        if sound:
+            codes = tier.index.layout[rows]
+            self.mover.scatter(tier.slots, tier.payload_offset, rows, codes, region, positions[:sound])
+            self.flow.promote(segment.tier, int(rows[-1]))
+        return sound
+
+    def _load_stored(
+        self, match: Match, segment: Segment, wanted: int, region: Region, positions: BlockPositions
+    ) -> int:
+        assert match.chain is not None
+
+        def use(fetch: Fetch, at: int) -> None:
+            landing, good = fetch.landing, fetch.good
+            part = positions[at : at + good]
+            if good:
+                self.mover.scatter(
+                    landing.memory, landing.payload_offset, landing.slots[:good], landing.codes[:good], region, part
+                )
+
+        fetcher = self.flow.fetcher(segment.tier)
+        return fetcher.fetch(match.chain, match.root, segment.first, segment.rows[:wanted], use)
 
     def release(self, request_id: str, output_tokens: int = 0) -> bool:
         """Give back what a request holds, saying how much it generated; False when it holds nothing (any more)."""
@@ -216,82 +276,74 @@ class TierChain:
         """Store blocks *first* .. of *chain*, which are at *positions* of the engine's tensors, where missing."""
         tier = self.tiers[0]
         layout = self.mover.layout_code(region.tag)
-        reservation = tier.index.reserve(chain, root, first, len(positions), fidelity, layout, hint)
-        self.flow.count_reservation(0, reservation, len(positions))
+        reservation = tier.reserve(chain, root, first, len(positions), fidelity, layout, hint)
+        tier.count_left(reservation, self.flow.below(0))
+        if reservation.reason == "parent_absent":
+            tier.count(Event.NOT_STORED, len(positions), reservation.reason)
+        else:
+            tier.count(Event.DUPLICATE, len(positions) - reservation.wanted)
         rows = reservation.rows
         if not len(rows):
             return 0
         start = reservation.first - first
-        self._fill(
-            tier, rows, hint, lambda: self.mover.gather(tier, rows, region, positions[start : start + len(rows)])
-        )
-        return len(rows)
-
-    def _fill(self, tier: Tier, rows: Rows, hint: RequestHint, copy: Callable[[], None]) -> None:
-        """Fill reserved *rows* by *copy*, commit them, and send them on; give them back when the copy fails."""
         try:
-            copy()
+            self.mover.gather(tier, rows, region, positions[start : start + len(rows)])
             tier.seal(rows, self.flow.settings.integrity)
         except BaseException:
-            tier.count(Event.DROPPED, tier.index.abort(rows), "copy_failed")
+            tier.index.abort(rows)
             tier.count(Event.NOT_STORED, len(rows), "copy_failed")
             raise
         tip = int(rows[-1])
         tier.index.pin(tip)
         tier.count(Event.STORED, tier.index.commit(rows, hint))
-        self.flow.send_down(self.tiers.index(tier), tip)
+        self.flow.stored(0, tip)
+        return len(rows)
 
     # -- leaving ------------------------------------------------------------------------------------------------------
 
     def prefetch(self, chain: KeyChain, root: int) -> Ticket | None:
-        """Start to bring what slower tiers hold of *chain* to the first tier; None when there is nothing to do."""
-        present = self.tiers[0].index.peek(chain)
-        for number, tier in enumerate(self.tiers[1:], 1):
-            found = tier.index.match(chain, root, chain.num_blocks)
-            if not len(found.rows):
-                continue
-            tip = int(found.rows[-1])
-            ticket = self.flow.promote(number, tip) if len(found.rows) > present else None
-            tier.index.unpin(tip)
-            if ticket is not None:
-                return ticket
-        return None
+        """Start to bring what slower tiers hold of *chain* to a faster one; None when there is nothing to do."""
+        request_id = f"prefetch-{id(chain)}-{next(self._prefetches)}"
+        match = self.match(chain, root, request_id, chain.num_blocks, Fidelity.EXACT, NO_HINT)
+        deeper = [segment for segment in match.segments if segment.tier]
+        if not deeper:
+            self.release(request_id)
+            return None
+        return self.flow.io.submit(Lane.LOAD, partial(self._prefetch, match, deeper))
+
+    def _prefetch(self, match: Match, segments: Sequence[Segment]) -> None:
+        try:
+            for segment in segments:
+                if self.tiers[segment.tier].store.memory is not None:
+                    self.flow.promote(segment.tier, int(segment.rows[-1]))
+                    continue
+                assert match.chain is not None
+                fetcher = self.flow.fetcher(segment.tier)
+                fetcher.fetch(match.chain, match.root, segment.first, segment.rows, lambda fetch, at: None)
+        finally:
+            self.release(match.request_id)
 
     def evict(self, blocks: int, number: int = 0) -> int:
         """Let up to *blocks* blocks leave tier *number* by policy; returns how many did."""
         tier = self.tiers[number]
-        below = self.tiers[number + 1] if number + 1 < len(self.tiers) else None
-        keys = tier.index.evict(blocks)
-        tier.count_evicted(keys, below)
+        keys = tier.evict(blocks)
+        tier.count_evicted(keys, self.flow.below(number))
         return len(keys)
 
     def drop(self, chain: KeyChain, first: int = 0, reason: str = "asked") -> int:
         """Drop the blocks of *chain* from number *first* on, and all that was built on them, from every tier."""
         dropped = 0
-        # A copy between tiers that began before the first look ends before the second, or sees that its source is gone.
-        for tier in [*self.tiers, *self.tiers[:-1]]:
-            rows = tier.index.rows_of(chain.keys[first:])
-            gone = tier.index.drop(rows[rows >= 0])
-            tier.count(Event.DROPPED, gone, reason)
-            dropped += gone
-        return dropped
-
-    def drop_unshared(self, keys: Keys, reason: str) -> int:
-        """Drop the blocks of *keys* ``[n, 2]`` that nothing else is built on or holds, from every tier."""
-        if not self.is_open:
-            return 0
-        dropped = self._drop_leaves(keys, reason)
-        if len(self.tiers) > 1:  # what is on its way down now arrives before this runs
-            self.flow.io.submit(Lane.STORE, partial(self._drop_leaves, keys, reason))
-        return dropped
-
-    def _drop_leaves(self, keys: Keys, reason: str) -> int:
-        dropped = 0
         for tier in self.tiers:
-            gone = tier.index.drop_leaves(tier.index.rows_of(keys))
-            tier.count(Event.DROPPED, gone, reason)
-            dropped += gone
+            rows = tier.index.rows_of(chain.keys[first:])
+            dropped += tier.drop(rows[rows >= 0], reason)
         return dropped
+
+    def drop_unshared(self, keys: Keys, reason: str, wipe: bool = False) -> int:
+        """Drop the blocks of *keys* ``[n, 2]`` that nothing else is built on, from every tier; copies on their way too.
+
+        *wipe*: stores overwrite their bytes.
+        """
+        return sum(tier.drop_unshared(keys, reason, wipe) for tier in self.tiers) if self.is_open else 0
 
     def clear(self, reason: str) -> None:
         """Drop every block from every tier."""
@@ -299,6 +351,7 @@ class TierChain:
         for tier in self.tiers:
             if tier.is_open:
                 tier.count(Event.DROPPED, tier.index.clear(), reason)
+                tier.settle()
 
     def check(self) -> list[str]:
         """Violated invariants of indexes and ledger, as sentences."""
@@ -310,14 +363,12 @@ class TierChain:
             asked, hit, miss = (self.ledger.total(e, tier.name).blocks for e in (Event.ASKED, Event.HIT, Event.MISS))
             if asked != hit + miss:
                 problems.append(f"tier {tier.name}: asked {asked} blocks, but hits {hit} + misses {miss}")
-            stored, evicted, dropped = (
-                self.ledger.total(e, tier.name).blocks for e in (Event.STORED, Event.EVICTED, Event.DROPPED)
+            came, left = (
+                sum(self.ledger.total(event, tier.name).blocks for event in events)
+                for events in ((Event.STORED, Event.FOUND), (Event.EVICTED, Event.DROPPED))
             )
-            if stored != tier.index.ready + evicted + dropped:
-                problems.append(
-                    f"tier {tier.name}: stored {stored} blocks, but holds {tier.index.ready}, evicted {evicted} and "
-                    f"dropped {dropped}"
-                )
+            if came != tier.index.ready + left:
+                problems.append(f"tier {tier.name}: {came} blocks came, but {tier.index.ready} are held, {left} left")
         return problems
 
     def _count_expired(self) -> None:

@@ -8,11 +8,17 @@ from functools import partial
 import msgspec
 import numpy as np
 
-from .index import Reservation
+from ..block.spec import BlockSpec
+from ..memory.move import copy_slots
+from .fetch import Fetcher
+from .images import seal
+from .index import StoredChain
 from .io import IOPool, Lane, Ticket
 from .ledger import Event
+from .roots import Roots
 from .table import Rows
-from .tier import Tier
+from .tier import Ingestion, Tier
+from .transit import Transit
 
 
 class FlowSettings(msgspec.Struct, frozen=True):
@@ -26,6 +32,10 @@ class FlowSettings(msgspec.Struct, frozen=True):
     """Verify payloads in memory on load: off, sample (one block in 16) or full."""
     lease_max_age_s: float = 600.0
     """A lease older than this is given back."""
+    max_wait_s: float = 2.0
+    """Longest time that one load waits for a slower tier."""
+    refresh_s: float = 0.2
+    """Age of what is known of other processes' blocks at which a look-up has it renewed in the background."""
     io_threads: int = 1
     """Background threads."""
     max_pending_jobs: int = 256
@@ -40,33 +50,70 @@ class Flow:
     fit is counted and left where it is.
     """
 
-    def __init__(self, tiers: Sequence[Tier], settings: FlowSettings, on_error: Callable[[Exception], None]) -> None:
+    def __init__(
+        self, tiers: Sequence[Tier], settings: FlowSettings, roots: Roots, on_error: Callable[[Exception], None]
+    ) -> None:
         self.tiers = tiers
         self.settings = settings
+        self.roots = roots
+        self._demoting = [False] * len(tiers)
+        self._transit: Transit | None = None
+        self._fetchers: dict[int, Fetcher] = {}
         self.io = IOPool(settings.io_threads, settings.max_pending_jobs, on_error)
 
-    def count_reservation(self, number: int, reservation: Reservation, asked: int) -> None:
-        tier = self.tiers[number]
-        below = self.tiers[number + 1] if number + 1 < len(self.tiers) else None
-        tier.count_evicted(reservation.evicted, below)
-        tier.count(Event.DROPPED, reservation.replaced, "replaced")
-        tier.count(Event.NOT_STORED, reservation.wanted - len(reservation.rows), reservation.reason)
-        if reservation.reason == "parent_absent":
-            tier.count(Event.NOT_STORED, asked, reservation.reason)
-        else:
-            tier.count(Event.DUPLICATE, asked - reservation.wanted)
+    def open(self, spec: BlockSpec) -> None:
+        """Prepare for blocks of *spec*."""
+        self._transit = Transit(spec)
 
-    def send_down(self, number: int, tip: int) -> None:
-        """Copy the chain that ends in *tip* one tier down, in the background; takes over one pin of *tip*."""
-        tier = self.tiers[number]
-        if number + 1 == len(self.tiers):
-            tier.index.unpin(tip)
+    def close(self) -> None:
+        """End background work and free what it used."""
+        self.io.close()
+        if self._transit is not None:
+            self._transit.close()
+
+    @property
+    def transit(self) -> Transit:
+        """Slots for blocks that pass through."""
+        assert self._transit is not None, "not open"
+        return self._transit
+
+    def fetcher(self, number: int) -> Fetcher:
+        """What reads blocks of tier *number*, whose store is not memory, into the memory tier above it."""
+        if number not in self._fetchers:
+            above = next(t for t in reversed(self.tiers[:number]) if t.store.memory is not None)
+            made = Fetcher(self.tiers[number], above, self.io, self.transit, self.settings.max_wait_s)
+            self._fetchers.setdefault(number, made)
+        return self._fetchers[number]
+
+    def below(self, number: int) -> Tier | None:
+        """The tier below tier *number*."""
+        return self.tiers[number + 1] if number + 1 < len(self.tiers) else None
+
+    def stored(self, number: int, tip: int) -> None:
+        """New blocks, up to the row *tip*, are in tier *number*; takes over one pin of *tip*."""
+        below = self.below(number)
+        if below is not None and below.ingestion == Ingestion.ALL:
+            self._send_down(number, tip)
+        else:
+            self.tiers[number].index.unpin(tip)
+        self._demote_if_full(number)
+
+    def used(self, number: int, rows: Rows) -> None:
+        """A request has hit *rows*, the leading blocks of a chain, in tier *number*; it holds them."""
+        tier, below = self.tiers[number], self.below(number)
+        if below is None or below.ingestion != Ingestion.HOT:
             return
+        hot = rows[tier.index.hits[rows] >= below.hot_hits]
+        if len(hot) and below.index.rows_of(tier.index.keys[hot[-1:]])[0] < 0:
+            tier.index.pin(int(hot[-1]))
+            self._send_down(number, int(hot[-1]))
+
+    def _send_down(self, number: int, tip: int) -> None:
+        """Copy the chain that ends in *tip* one tier down, in the background; takes over one pin of *tip*."""
         job = partial(self._copy_chain, number, tip, number + 1, Event.DEMOTED)
         if self.io.submit(Lane.STORE, job) is None:
-            tier.index.unpin(tip)
+            self.tiers[number].index.unpin(tip)
             self.tiers[number + 1].count(Event.NOT_STORED, 1, "queue_full")
-        self._demote_if_full(number)
 
     def promote(self, number: int, tip: int) -> Ticket | None:
         """Copy the chain that ends in *tip*, which the caller holds, to the first tier in the background."""
@@ -83,43 +130,77 @@ class Flow:
         """Make the chain that ends in the pinned row *tip* present in another tier, then unpin it."""
         source, target = self.tiers[source_number], self.tiers[target_number]
         try:
-            chain = source.index.stored_chain(tip)
-            reservation = target.index.reserve(chain, chain.root, 0, chain.num_blocks, chain.fidelity, chain.layout)
-            self.count_reservation(target_number, reservation, reservation.wanted)
-            rows = reservation.rows
-            if len(rows):
-                source_rows = chain.rows[reservation.first : reservation.first + len(rows)]
-                self._fill_from_tier(source, source_rows, target, rows)
-                target.count(event, len(rows))
+            chain = source.index.stored_chain(tip, self.roots)
+            reservation = target.reserve(chain, chain.root, 0, chain.num_blocks, chain.fidelity, chain.layout)
+            target.count_left(reservation, self.below(target_number))
+            if len(reservation.rows):
+                part = slice(reservation.first, reservation.first + len(reservation.rows))
+                self._fill(source, chain, part, target, reservation.rows, event)
                 if event is Event.DEMOTED:
-                    self.send_down(target_number, int(rows[-1]))
+                    self.stored(target_number, int(reservation.rows[-1]))
                 else:
-                    target.index.unpin(int(rows[-1]))
+                    target.index.unpin(int(reservation.rows[-1]))
         finally:
             source.index.unpin(tip)
 
-    def _fill_from_tier(self, source: Tier, source_rows: Rows, target: Tier, rows: Rows) -> None:
-        """Copy pinned rows of one tier into reserved ones of another, commit them, and pin the last."""
+    def _fill(self, source: Tier, chain: StoredChain, part: slice, target: Tier, rows: Rows, event: Event) -> None:
+        """Copy blocks into reserved *rows* of another tier, commit what was copied, and pin the last of *rows*."""
+        written = 0
         try:
-            target.store.write(rows, source.slots, source_rows, source.payload_offset)
-            target.index.checksum[rows] = source.index.checksum[source_rows]
-        except BaseException:
-            target.count(Event.DROPPED, target.index.abort(rows), "copy_failed")
-            target.count(Event.NOT_STORED, len(rows), "copy_failed")
-            raise
-        target.index.pin(int(rows[-1]))
-        target.count(Event.STORED, target.index.commit(rows))
-        gone = source.index.gone(source_rows)
-        if gone < len(rows):  # dropped meanwhile: whoever dropped it could not see the copy yet
-            target.count(Event.DROPPED, target.index.drop(rows[gone : gone + 1]), "dropped_above")
+            written = self._write(source, chain, part, target, rows)
+        finally:
+            copied = chain.rows[part][:written]
+            target.index.checksum[rows[:written]] = source.index.checksum[copied]
+            target.index.pin(int(rows[-1]))
+            committed = target.index.commit(rows[:written])
+            target.count(Event.DROPPED, target.index.abort(rows[written:]), "copy_failed")
+            target.count(Event.STORED, committed)
+            target.count(event, committed)
+            target.count(Event.NOT_STORED, len(rows) - written, "copy_failed")
+            if not written:
+                target.index.unpin(int(rows[-1]))
+            target.settle()
+        gone = source.index.gone(copied)
+        if gone < written:  # dropped meanwhile: whoever dropped it could not see the copy yet
+            target.index.wipe[rows[gone:written]] = source.index.wipe[copied[gone:]]
+            target.drop(rows[gone : gone + 1], "dropped_above")
+
+    def _write(self, source: Tier, chain: StoredChain, part: slice, target: Tier, rows: Rows) -> int:
+        """Write the blocks *part* of *chain* to *rows* of the target; returns how many leading ones were."""
+        source_rows = chain.rows[part]
+        if target.store.memory is not None:
+            return target.store.write(rows, source.slots, source_rows, source.payload_offset)
+        spec, transit = self.transit.spec, self.transit
+        if source.payload_offset:  # slot images: sealed where they are
+            seal(spec, source.slots.view, source_rows, chain, part)
+            return target.store.write(rows, source.slots, source_rows, 0)
+        written = 0
+        while written < len(rows):
+            slots = transit.take(len(rows) - written, wait=True)
+            try:
+                some = slice(written, written + len(slots))
+                sizes = (spec.payload_bytes, 0, spec.header_bytes)
+                copy_slots(source.slots, source_rows[some], transit.memory, slots, *sizes)
+                seal(spec, transit.memory.view, slots, chain, slice(part.start + some.start, part.start + some.stop))
+                done = target.store.write(rows[some], transit.memory, slots, 0)
+            finally:
+                transit.give_back(slots)
+            written += done
+            if done < len(slots):
+                break
+        return written
 
     def _demote_if_full(self, number: int) -> None:
         index = self.tiers[number].index
-        if index.used > self.settings.demote_at * index.capacity:
-            self.io.submit(Lane.STORE, partial(self._demote, number))
+        full = self.below(number) is not None and index.used > self.settings.demote_at * index.capacity
+        if full and not self._demoting[number]:
+            self._demoting[number] = True
+            if self.io.submit(Lane.STORE, partial(self._demote, number)) is None:
+                self._demoting[number] = False
 
     def _demote(self, number: int) -> None:
         """Move the blocks that would leave first one tier down, until the tier is as empty as it should be."""
+        self._demoting[number] = False
         tier, below = self.tiers[number], self.tiers[number + 1]
         surplus = tier.index.used - int(self.settings.demote_to * tier.index.capacity)
         if surplus <= 0:
@@ -130,9 +211,9 @@ class Flow:
             while len(missing):
                 tip = int(missing[tier.index.depth[missing].argmax()])
                 tier.index.pin(tip)
-                covered = tier.index.stored_chain(tip).rows
+                covered = tier.index.stored_chain(tip, self.roots).rows
                 self._copy_chain(number, tip, number + 1, Event.DEMOTED)
-                missing = missing[~np.isin(missing, covered)]
+                missing = missing[~np.isin(missing, covered) & (missing != tip)]
         except BaseException:  # the tier below is out of order: what it did not get stays here
             for row in rows.tolist():
                 tier.index.unpin(row)

@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from ..block.envelope import Fidelity
 from ..policy.base import NO_HINT, EvictionPolicy, RequestHint
+from .roots import Roots
 from .table import Keys, Rows
 from .tree import DOOMED, FREE, NO_KEYS, PENDING, READY, Tree, as_slice
 
@@ -32,9 +33,11 @@ class Chain(Protocol):
 
 
 class StoredChain(msgspec.Struct, frozen=True):
-    """A chain as another tier holds it: its keys and records, and the *rows* and root it had there."""
+    """A chain as another tier holds it: its keys and records, and the *rows* and root it has there."""
 
     root: int
+    root_key: bytes
+    identity_digest: bytes
     rows: Rows
     keys: Keys
     token_blocks: npt.NDArray[np.uint32]
@@ -47,6 +50,11 @@ class StoredChain(msgspec.Struct, frozen=True):
     def num_blocks(self) -> int:
         """Number of blocks."""
         return len(self.rows)
+
+    @property
+    def parents(self) -> Keys:
+        """Keys ``[n, 2]`` of the blocks before each, the root key first."""
+        return np.concatenate((np.frombuffer(self.root_key, np.uint64)[None], self.keys))[:-1]
 
 
 class Found(msgspec.Struct, frozen=True):
@@ -72,19 +80,7 @@ class Reservation(msgspec.Struct, frozen=True):
 
 
 class Index(Tree):
-    """The blocks of one tier, and the policy that says which of them leave.
-
-    Parameters
-    ----------
-    rows:
-        Number of slots.
-    block_tokens:
-        Tokens of a storage block: the width of the record's token column.
-    policy:
-        An unbound policy that becomes this index's own.
-    clock:
-        Seconds; injected so that tests and simulations own the time.
-    """
+    """The blocks of one tier, and the policy that says which of them leave; every method takes the lock."""
 
     # -- what is there ------------------------------------------------------------------------------------------------
 
@@ -207,23 +203,30 @@ class Index(Tree):
         with self._lock:
             return self._doom(rows[self.state[rows] != FREE])
 
-    def drop_leaves(self, rows: Rows) -> int:
-        """Free those of *rows* that nothing else holds or builds on, the deepest first; returns how many."""
+    def drop_unshared(self, rows: Rows, wipe: bool = False) -> int:
+        """Drop those of *rows* that nothing outside of them is built on; returns how many could be found.
+
+        A request that holds one keeps its bytes until it lets go.  *wipe*: the store must overwrite them.
+        """
         with self._lock:
             rows = np.unique(rows[rows >= 0])
-            gone = []
+            inside = dict.fromkeys(rows.tolist(), 0)
+            doomed = []
             for row in rows[np.argsort(-self.depth[rows], kind="stable")].tolist():
-                if self._can_leave(row):
-                    self.policy.forget(row)
-                    gone.append(row)
-                    self._offer_parent(row)
-            return len(self._let_go(gone))
+                if self._children_at[row] == inside[row]:
+                    doomed.append(row)
+                    parent = self._parent_at[row]
+                    if parent in inside:
+                        inside[parent] += 1
+            dropped = np.array(doomed, np.int32)
+            self.wipe[dropped] = wipe
+            return self._hide(dropped)
 
     def finish(self, tip: int, output_tokens: int) -> None:
         """Tell the policy that the request whose chain ends in *tip* has generated *output_tokens*."""
         if type(self.policy).on_finish is not EvictionPolicy.on_finish:
             with self._lock:
-                self.policy.on_finish(self.stored_chain(tip).rows, output_tokens)
+                self.policy.on_finish(self._path(tip), output_tokens)
 
     def clear(self) -> int:
         """Drop every block; those that are held go when they are let go.  Returns how many could be found."""
@@ -235,19 +238,20 @@ class Index(Tree):
         with self._lock:
             self._pin(row)
 
-    def stored_chain(self, row: int) -> StoredChain:
+    def stored_chain(self, row: int, roots: Roots) -> StoredChain:
         """The blocks that are ready of the chain from its first to *row*, which the caller must hold a pin of."""
         with self._lock:
-            rows = np.empty(int(self.depth[row]) + 1, np.int32)
-            for i in range(len(rows) - 1, -1, -1):
-                rows[i] = row
-                row = self._parent_at[row]
+            rows = self._path(row)
+            root = int(self.parent[rows[0]])
             waiting = self.state[rows] != READY
             if waiting.any():  # being written by somebody else, or dropped
                 rows = rows[: int(waiting.argmax())]
             span = as_slice(rows)
+            root_key, identity_digest = roots.origin(root)
             return StoredChain(
-                root=row,
+                root=root,
+                root_key=root_key,
+                identity_digest=identity_digest,
                 rows=rows,
                 keys=self.keys[span].copy(),
                 token_blocks=self.tokens[span].copy(),
@@ -256,6 +260,13 @@ class Index(Tree):
                 layout=self.layout[span].copy(),
                 memo={},
             )
+
+    def _path(self, row: int) -> Rows:
+        rows = np.empty(int(self.depth[row]) + 1, np.int32)
+        for i in range(len(rows) - 1, -1, -1):
+            rows[i] = row
+            row = self._parent_at[row]
+        return rows
 
     def gone(self, rows: Rows) -> int:
         """Number of the first of *rows*, which the caller holds, that was dropped; their number when none was."""
@@ -346,9 +357,10 @@ class Index(Tree):
         above[1:] = rows[start:-1]
         wrong = self.parent[span] != above
         wrong |= (self.extras[span] != chain.extras[start:stop]).any(axis=1)
-        tokens_differ = self.tokens[span] != chain.token_blocks[start:stop]
-        if tokens_differ.any():
-            wrong |= tokens_differ.any(axis=1)
+        if self.tokens.shape[1]:
+            tokens_differ = self.tokens[span] != chain.token_blocks[start:stop]
+            if tokens_differ.any():
+                wrong |= tokens_differ.any(axis=1)
         return start + int(wrong.argmax()) if wrong.any() else stop
 
     def _recall(self, chain: Chain, root: int, limit: int) -> Rows:
@@ -382,6 +394,7 @@ class Index(Tree):
         top = self._num_free
         rows = self._free[top - count : top][::-1].copy()
         self._num_free -= count
+        self._live += count
         return rows, evicted, reason
 
     def _place(self, rows: Rows, chain: Chain, start: int) -> Rows:
@@ -403,7 +416,8 @@ class Index(Tree):
     ) -> None:
         stop = start + len(rows)
         span = as_slice(rows)
-        self.tokens[span] = chain.token_blocks[start:stop]
+        if self.tokens.shape[1]:
+            self.tokens[span] = chain.token_blocks[start:stop]
         self.extras[span] = chain.extras[start:stop]
         self.parent[rows[1:]] = rows[:-1]
         self.parent[rows[0]] = tip
@@ -413,6 +427,7 @@ class Index(Tree):
         self.state[span] = PENDING
         self.busy[span] = True
         self.hits[span] = 0
+        self.wipe[span] = False
         self.checksum[span] = 0
         self.layout[span] = layout
         # What is computed on a lossy prefix is at most as good as that prefix.

@@ -3,8 +3,8 @@
 An entry is (tier, event, reason) → (times, blocks, bytes).  The vocabulary is closed, so that a reader of the ledger, a
 metric or a test can rely on these identities:
 
-    asked.blocks  = hit.blocks + miss.blocks            per tier, and for the manager as a whole
-    stored.bytes  = held bytes + evicted.bytes + dropped.bytes      per tier
+    asked.blocks = hit.blocks + miss.blocks                                         per tier, and for the manager
+    stored.bytes + found.bytes = held bytes + evicted.bytes + dropped.bytes         per tier
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ class Event(StrEnum):
     LOADED = "loaded"
     LOAD_FAILED = "load_failed"
     STORED = "stored"
+    FOUND = "found"
     DUPLICATE = "duplicate"
     NOT_STORED = "not_stored"
     REPLACED = "replaced"

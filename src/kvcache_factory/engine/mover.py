@@ -5,16 +5,16 @@ from __future__ import annotations
 import threading
 
 import numpy as np
+import numpy.typing as npt
 
 from ..block.spec import Layout
 from ..errors import ClosedError
 from ..memory.move import gather, scatter
 from ..memory.region import BlockPositions, Region
+from ..store.base import SlotMemory
+from .images import LAYOUT_CODES, LAYOUTS
 from .table import Rows
 from .tier import Tier
-
-LAYOUT_CODES = {Layout.LCND: 0, Layout.LCHND: 1}
-_LAYOUTS = {code: layout for layout, code in LAYOUT_CODES.items()}
 
 
 class Mover:
@@ -35,14 +35,21 @@ class Mover:
         with self:
             gather(region, positions, tier.slots, rows, tier.payload_offset, region.tag)
 
-    def scatter(self, tier: Tier, rows: Rows, region: Region, positions: BlockPositions) -> None:
-        """Copy *rows* to *positions*, converting those that were written in another order."""
-        codes = tier.index.layout[rows]
+    def scatter(
+        self,
+        memory: SlotMemory,
+        payload_offset: int,
+        slots: Rows,
+        codes: npt.NDArray[np.uint8],
+        region: Region,
+        positions: BlockPositions,
+    ) -> None:
+        """Copy *slots* to *positions*, converting those whose layout *codes* are not the region's own."""
         with self:
             for code in np.unique(codes).tolist():
                 same = np.flatnonzero(codes == code)
-                part = positions if len(same) == len(rows) else BlockPositions(positions.a[same], positions.b[same])
-                scatter(region, part, tier.slots, rows[same], tier.payload_offset, _LAYOUTS[code])
+                part = positions if len(same) == len(slots) else BlockPositions(positions.a[same], positions.b[same])
+                scatter(region, part, memory, slots[same], payload_offset, LAYOUTS[code])
 
     def close(self) -> None:
         """Refuse new copies, and wait until none is in flight: after that, slots may be freed."""

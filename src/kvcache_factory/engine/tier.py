@@ -3,22 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from enum import StrEnum
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from ..block.envelope import checksum
 from ..block.spec import BlockSpec
 from ..errors import CapacityError
-from ..policy.base import EvictionPolicy
+from ..policy.base import NO_HINT, EvictionPolicy, RequestHint
 from ..store.base import SlotMemory, Store
-from .index import Index
+from .index import Chain, Index, Reservation
 from .ledger import Event, Ledger
 from .table import Keys, Rows
 
 GIB = 1 << 30
 SAMPLE_EVERY = 16
 """With ``integrity="sample"``, one block in this many carries a checksum."""
+
+
+class Ingestion(StrEnum):
+    """When a block of the tier above is copied to this one."""
+
+    ALL = "all"
+    """When it is stored."""
+    HOT = "hot"
+    """When it has been hit often enough."""
+    EVICTED = "evicted"
+    """When it is about to leave the tier above."""
 
 
 class Tier:
@@ -51,6 +64,8 @@ class Tier:
         self.budget_bytes = budget_bytes
         self.ledger = ledger
         self._clock = clock
+        self.ingestion = Ingestion.ALL
+        self.hot_hits = 2
         self.spec: BlockSpec | None = None
         self._index: Index | None = None
         self.block_bytes = 0
@@ -96,6 +111,51 @@ class Tier:
     def held_bytes(self) -> int:
         """Bytes of the blocks that are here, overhead included."""
         return self.index.used * self.block_bytes if self._index else 0
+
+    def reserve(
+        self,
+        chain: Chain,
+        root: int,
+        first: int,
+        count: int,
+        fidelity: int | npt.NDArray[np.uint8] = 0,
+        layout: int | npt.NDArray[np.uint8] = 0,
+        hint: RequestHint = NO_HINT,
+    ) -> Reservation:
+        """See :meth:`Index.reserve`; also has the space for what it returns."""
+        return self.index.reserve(chain, root, first, count, fidelity, layout, hint)
+
+    def evict(self, count: int) -> Keys:
+        """See :meth:`Index.evict`."""
+        return self.index.evict(count)
+
+    def drop(self, rows: Rows, reason: str) -> int:
+        """See :meth:`Index.drop`; counted."""
+        gone = self.index.drop(rows)
+        self.settle()
+        self.count(Event.DROPPED, gone, reason)
+        return gone
+
+    def drop_unshared(self, keys: Keys, reason: str, wipe: bool) -> int:
+        """See :meth:`Index.drop_unshared`; counted."""
+        gone = self.index.drop_unshared(self.index.rows_of(keys), wipe)
+        self.settle()
+        self.count(Event.DROPPED, gone, reason)
+        return gone
+
+    def count_left(self, reservation: Reservation, below: Tier | None = None) -> None:
+        """Count what had to leave, or could not come, for a reservation."""
+        self.count_evicted(reservation.evicted, below)
+        self.count(Event.DROPPED, reservation.replaced, "replaced")
+        self.count(Event.NOT_STORED, reservation.wanted - len(reservation.rows), reservation.reason)
+
+    def reject(self, rows: Rows, reason: str) -> None:
+        """The first of *rows* could not be read or is not what its key says: it leaves with what was built on it."""
+        self.count(Event.LOAD_FAILED, len(rows), reason)
+        self.drop(rows[:1], reason)
+
+    def settle(self) -> None:
+        """Let the store do what is due for rows that have left."""
 
     def state(self) -> dict[str, Any]:
         """What the tier holds, as plain data."""

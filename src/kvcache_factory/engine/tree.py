@@ -7,6 +7,9 @@ counts of what holds it; there are no Python objects per block.  Invariants, che
 * a row's parent is never freed before the row: contents are closed under prefix;
 * a row can leave when it is READY, has no children and no pins; the policy knows exactly these rows;
 * a busy row belongs to the operation that fills it, and nothing else frees it.
+
+Where a store has work to do before a row's number can be used again (*deferred*), rows that are let go wait in limbo
+until :meth:`Tree.recycle`.
 """
 
 from __future__ import annotations
@@ -16,7 +19,6 @@ import threading
 from collections.abc import Callable, Iterable
 
 import numpy as np
-import numpy.typing as npt
 
 from ..policy.base import EvictionPolicy
 from .table import Keys, KeyTable, Rows
@@ -32,10 +34,32 @@ class Tree:
     """Columns of *rows* rows, and the steps that keep their invariants; methods expect the lock to be held.
 
     One lock, held for microseconds and never across a copy or I/O.
+
+    Parameters
+    ----------
+    rows:
+        Number of rows.
+    block_tokens:
+        Width of the record's token column; 0 where the store keeps the tokens itself and verifies them on reading.
+    policy:
+        An unbound policy that becomes this tree's own.
+    clock:
+        Seconds; injected so that tests and simulations own the time.
+    deferred:
+        Whether rows that are let go wait for :meth:`recycle`.
     """
 
-    def __init__(self, rows: int, block_tokens: int, policy: EvictionPolicy, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        rows: int,
+        block_tokens: int,
+        policy: EvictionPolicy,
+        clock: Callable[[], float],
+        deferred: bool = False,
+    ) -> None:
         self.capacity = rows
+        self.deferred = deferred
+        self._limbo: list[Rows] = []
         self.number = next(_NUMBERS)
         self.policy = policy
         self._clock = clock
@@ -54,17 +78,19 @@ class Tree:
         self.generation = np.zeros(rows, np.uint32)
         self.hits = np.zeros(rows, np.uint32)
         self.checksum = np.zeros(rows, np.uint64)
+        self.wipe = np.zeros(rows, np.bool_)
         self._parent_at, self._children_at = memoryview(self.parent), memoryview(self.children)
         self._pins_at, self._state_at = memoryview(self.pins), memoryview(self.state)
         self._table = KeyTable(self.keys)
         self._free: Rows = np.arange(rows - 1, -1, -1, dtype=np.int32)
         self._num_free = rows
+        self._live = 0
         policy.bind(rows)
 
     @property
     def used(self) -> int:
         """Rows that hold a block or are about to."""
-        return self.capacity - self._num_free
+        return self._live
 
     @property
     def ready(self) -> int:
@@ -121,15 +147,37 @@ class Tree:
         return self.keys[rows]
 
     def _release(self, rows: Rows) -> None:
-        """Return rows that nobody can see or holds any more to the free list."""
+        """Let go of rows that nobody can see or holds any more."""
         self.state[rows] = FREE
         self.generation[rows] += 1
+        self._live -= len(rows)
+        if self.deferred and len(rows):
+            self._limbo.append(rows)
+        else:
+            self._return(rows)
+
+    def _return(self, rows: Rows) -> None:
         self._free[self._num_free : self._num_free + len(rows)] = rows[::-1]
         self._num_free += len(rows)
 
+    def take_limbo(self) -> Rows:
+        """Rows that were let go and whose places the store still has to free; :meth:`recycle` must follow."""
+        with self._lock:
+            taken, self._limbo = self._limbo, []
+            return np.concatenate(taken) if taken else np.empty(0, np.int32)
+
+    def recycle(self, rows: Rows) -> None:
+        """Make the numbers of *rows*, which came from :meth:`take_limbo`, usable again."""
+        with self._lock:
+            self._return(rows)
+
     def _doom(self, rows: Rows) -> int:
         """Hide *rows* and their descendants, and free those that nobody holds; returns how many could be found."""
-        doomed = np.flatnonzero(self._below(rows) & ((self.state == PENDING) | (self.state == READY))).astype(np.int32)
+        below = self._below(rows)
+        return self._hide(below[(self.state[below] == PENDING) | (self.state[below] == READY)])
+
+    def _hide(self, doomed: Rows) -> int:
+        """Hide visible rows whose descendants are among them, and free those that nobody holds."""
         if not len(doomed):
             return 0
         lost = int(np.count_nonzero(self.state[doomed] == READY))
@@ -141,19 +189,19 @@ class Tree:
         self._collect(doomed[np.argsort(-self.depth[doomed], kind="stable")].tolist())
         return lost
 
-    def _below(self, rows: Rows) -> npt.NDArray[np.bool_]:
-        """Mask of *rows* and everything that descends from them, by pointer doubling."""
+    def _below(self, rows: Rows) -> Rows:
+        """*rows* and everything that descends from them, by pointer doubling."""
+        rows = np.unique(rows[self.state[rows] != FREE])
+        if not self.children[rows].any():
+            return rows
+        live = self.state != FREE
         marked = np.zeros(self.capacity, np.bool_)
         marked[rows] = True
-        if (self.children[rows] == 0).all():
-            return marked
-        up = np.where(self.parent >= 0, self.parent, np.arange(self.capacity))
-        up[self.state == FREE] = np.flatnonzero(self.state == FREE)
-        marked &= self.state != FREE
+        up = np.where(live & (self.parent >= 0), self.parent, np.arange(self.capacity))
         for _ in range(int(self.depth.max()).bit_length() + 1):
             marked |= marked[up]
             up = up[up]
-        return marked
+        return np.flatnonzero(marked & live).astype(np.int32)
 
     def _collect(self, rows: Iterable[int]) -> None:
         """Free doomed *rows* that nobody holds, and then the ancestors that waited for them."""

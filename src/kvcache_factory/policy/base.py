@@ -81,6 +81,11 @@ class EvictionPolicy(ABC):
     def on_request(self, now: float, rows: Rows, hit_len: int, hint: RequestHint) -> None:
         """A request used *rows*, in the order of its chain: the first *hit_len* were hits, the rest are new."""
 
+    def restore(self, rows: Rows) -> None:
+        """*rows* were there before this process; the oldest first."""
+        for position in range(len(rows)):
+            self.on_request(float(position - len(rows)), rows[position : position + 1], 0, NO_HINT)
+
     def on_finish(self, rows: Rows, output_tokens: int) -> None:  # noqa: B027  most policies do not use it
         """The request that used *rows* has ended after generating *output_tokens*."""
 

@@ -44,6 +44,10 @@ class StampOrderPolicy(EvictionPolicy):
         if evictable:
             self._push(row)
 
+    def restore(self, rows: Rows) -> None:
+        self._stamp[rows] = self._sequence + 1 + np.arange(len(rows))
+        self._sequence += len(rows)
+
     def _tick(self, now: float) -> int:
         """The stamp of everything that happens at *now*: the hits of a request and what it adds share one."""
         if now > self._last_tick:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, ClassVar, TypeAlias
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
     from ..memory.slab import Slab
 
 Slots: TypeAlias = npt.NDArray[np.int32]
+Places: TypeAlias = npt.NDArray[np.int64]
+Mask: TypeAlias = npt.NDArray[np.bool_]
+Keys: TypeAlias = npt.NDArray[np.uint64]
 SlotMemory: TypeAlias = "Slab | DeviceSlab"
 
 
@@ -57,10 +61,11 @@ class Store(ABC):
         return None
 
     @abstractmethod
-    def write(self, slots: Slots, source: SlotMemory, source_slots: Slots, source_offset: int) -> None:
-        """Copy the payloads of *source_slots* into *slots*; both have n entries.
+    def write(self, slots: Slots, source: SlotMemory, source_slots: Slots, source_offset: int) -> int:
+        """Copy the payloads of *source_slots* into *slots*; returns how many of the leading n were written.
 
-        A payload begins *source_offset* bytes into its source slot.
+        A payload begins *source_offset* bytes into its source slot.  A store that is not memory keeps whole images:
+        what lies before the payload must be its header.  Raises StoreError, with a reason, when none could be written.
         """
 
     @abstractmethod
@@ -70,3 +75,100 @@ class Store(ABC):
     @abstractmethod
     def close(self) -> None:
         """Give everything back; idempotent."""
+
+
+class Entries(msgspec.Struct, frozen=True):
+    """Blocks that a lasting store holds, one entry in each column; all but *places* are hints until a read proves them.
+
+    Attributes:
+        keys, parents, identities, extras: ``uint64 [n, 2]``; identities are digests, and the parent of a first block
+            is the root of its chain.
+        depth: number of the block in its chain, ``int32 [n]``; -1 where the writer did not say.
+        time_ns: wall clock of the write, ``int64 [n]``; good for an order and nothing else.
+        fidelity, layout: ``uint8 [n]``; layouts as in ``docs/format.md`` (0 LCND, 1 LCHND, 255 another).
+        owned: whether this process may free the block, ``bool [n]``.
+        places: where the block rests, ``int64 [n]``.
+    """
+
+    keys: Keys
+    parents: Keys
+    identities: Keys
+    extras: Keys
+    depth: npt.NDArray[np.int32]
+    time_ns: npt.NDArray[np.int64]
+    fidelity: npt.NDArray[np.uint8]
+    layout: npt.NDArray[np.uint8]
+    owned: Mask
+    places: Places
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+
+class Changes(msgspec.Struct, frozen=True):
+    """What others have done since the last look.
+
+    Attributes:
+        gone: rows whose block is no longer there.
+        adopted: rows whose block this process may free from now on, because its owner has died.
+        fresh: blocks that have no row yet.
+    """
+
+    gone: Slots
+    adopted: Slots
+    fresh: Entries
+
+
+class LastingStore(Store):
+    """A store that keeps blocks beyond the process and shares them with others.
+
+    Its slot numbers are rows: the store finds room for the block of a row when it is written, and may have none left.
+    """
+
+    @abstractmethod
+    def scan(self) -> Entries:
+        """Everything that is there and has no row yet; call it once after :meth:`open`."""
+
+    @abstractmethod
+    def bind(self, rows: Slots, places: Places) -> Mask:
+        """Give entries their rows; -1 lets go of a block, for good where it is ours.  False where it left meanwhile."""
+
+    @abstractmethod
+    def refresh(self) -> Changes:
+        """Take in what other processes have added and freed since; a few system calls for each of their segments."""
+
+    @abstractmethod
+    def room(self) -> int:
+        """How many blocks can be written now without freeing any."""
+
+    @abstractmethod
+    def present(self, rows: Slots) -> Mask:
+        """Where the block of a row is still there, as far as this process knows."""
+
+    @abstractmethod
+    def owned(self, rows: Slots) -> Mask:
+        """Where freeing a row makes room."""
+
+    @abstractmethod
+    def free(self, rows: Slots) -> None:
+        """Forget the blocks of *rows*; those of our own make room.  Never raises for a store that has failed."""
+
+    @abstractmethod
+    def erase(self, rows: Slots) -> int:
+        """Overwrite the blocks of *rows* of our own with zeros and free them all; returns how many were overwritten."""
+
+    @abstractmethod
+    def quarantine(self, rows: Slots) -> None:
+        """Free *rows* and never use their places again in this run."""
+
+    @abstractmethod
+    def reassign(self) -> bool:
+        """Give the room of an own empty segment of another block size to ours; False when there is none."""
+
+    @abstractmethod
+    def fullest_other_class(self) -> Slots:
+        """Rows to free so that :meth:`reassign` succeeds, the fewest there are; empty when that cannot help."""
+
+    @abstractmethod
+    def surplus(self) -> Slots:
+        """Rows to free so that a process below its fair share of the budget finds room; mostly empty."""

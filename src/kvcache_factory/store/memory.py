@@ -58,10 +58,11 @@ class MemoryStore(Store):
             return None
         return memoryview(self._memory.view[slot])[self._payload_offset :][: self._payload_bytes]
 
-    def write(self, slots: Slots, source: SlotMemory, source_slots: Slots, source_offset: int) -> None:
+    def write(self, slots: Slots, source: SlotMemory, source_slots: Slots, source_offset: int) -> int:
         assert self._memory is not None, "the store is not open"
         offsets = source_offset, self._payload_offset
         copy_slots(source, source_slots, self._memory, slots, self._payload_bytes, *offsets)
+        return len(slots)
 
     def read(self, slots: Slots, target: SlotMemory, target_slots: Slots, target_offset: int) -> int:
         assert self._memory is not None, "the store is not open"

@@ -1,0 +1,234 @@
+"""Blocks on their way from a store into memory: read by background threads, proven, and handed to whoever waits.
+
+Where a block lands is either a slot reserved in the memory tier above, which makes it a block of that tier, or a
+transit slot.  Giving up waiting never takes a slot from its read: the read ends, and then lets go of what it holds.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from ..block.plan import ChainView
+from ..errors import StoreError
+from ..store.base import SlotMemory
+from .images import Image, prove
+from .io import IOPool, Lane
+from .ledger import Event
+from .table import Rows
+from .tier import Tier
+from .transit import Transit
+
+READ_BYTES = 8 << 20
+WINDOW = 8
+ABANDONED_SHARE = 0.02
+
+
+class Landing:
+    """Slots of a memory tier, or of transit, that a read fills."""
+
+    def __init__(self, memory: SlotMemory, payload_offset: int, slots: Rows, tier: Tier | None, pool: Transit) -> None:
+        self.memory = memory
+        self.payload_offset = payload_offset
+        self.slots = slots
+        self.codes: npt.NDArray[np.uint8] = np.zeros(len(slots), np.uint8)
+        self._tier = tier
+        self._pool = pool
+        self._pinned = -1
+
+    def keep(self, images: Sequence[Image]) -> None:
+        """The leading slots hold proven *images*: let the tier have them; give the others back."""
+        good = len(images)
+        self.codes[:good] = [image.layout for image in images]
+        if self._tier is None:
+            return
+        index, rows = self._tier.index, self.slots[:good]
+        index.layout[rows] = self.codes[:good]
+        index.fidelity[rows] = [image.fidelity for image in images]
+        index.checksum[rows] = [image.payload_checksum for image in images]
+        if good:
+            self._pinned = int(rows[-1])
+            index.pin(self._pinned)
+            self._tier.count(Event.STORED, index.commit(rows))
+            self._tier.count(Event.PROMOTED, good)
+        index.abort(self.slots[good:])
+
+    def release(self) -> None:
+        """Let go of the slots: blocks of a tier may leave it again, transit slots are free."""
+        if self._tier is None:
+            self._pool.give_back(self.slots)
+        elif self._pinned >= 0:
+            self._tier.index.unpin(self._pinned)
+
+
+class Fetch:
+    """One read of neighbouring blocks."""
+
+    def __init__(self, source: Tier, rows: Rows, chain: ChainView, first: int, landing: Landing) -> None:
+        self.rows = rows
+        self.landing = landing
+        self.good = 0
+        self.abandoned = False
+        self._source = source
+        self._chain = chain
+        self._first = first
+        self._done = threading.Event()
+        self._lock = threading.Lock()
+
+    def run(self) -> None:
+        """Read, prove and keep; what fails leaves its tier and is counted there."""
+        images: list[Image] = []
+        reason = "io_error"
+        try:
+            read = self._source.store.read(self.rows, self.landing.memory, self.landing.slots, 0)
+            for number in range(read):
+                proven = self._prove(number)
+                if isinstance(proven, str):
+                    reason = proven
+                    break
+                images.append(proven)
+        except StoreError as error:
+            reason = error.reason
+        finally:
+            self.landing.keep(images)
+            self.good = len(images)
+            if self.good < len(self.rows):
+                self._source.reject(self.rows[self.good :], reason)
+            with self._lock:
+                self._done.set()
+                if self.abandoned:
+                    self.landing.release()
+
+    def _prove(self, number: int) -> Image | str:
+        spec = self._source.spec
+        assert spec is not None
+        image = self.landing.memory.view[int(self.landing.slots[number])]
+        return prove(spec, image, self._chain, self._first + number)
+
+    def wait(self, timeout: float) -> bool:
+        """Wait for the end; when that takes too long, the read will let go by itself."""
+        if self._done.wait(timeout):
+            return True
+        with self._lock:
+            if self._done.is_set():
+                return True
+            self.abandoned = True
+            return False
+
+    @property
+    def done(self) -> bool:
+        """Whether the read has ended."""
+        return self._done.is_set()
+
+
+class Fetcher:
+    """Reads runs of blocks out of one tier into the memory tier above it.
+
+    Parameters
+    ----------
+    source:
+        A tier whose store is not memory.
+    above:
+        The memory tier that keeps what is read.
+    max_wait_s:
+        Seconds that one load waits for its reads.
+    """
+
+    def __init__(self, source: Tier, above: Tier, io: IOPool, transit: Transit, max_wait_s: float) -> None:
+        self.source = source
+        self.above = above
+        self._io = io
+        self._transit = transit
+        self._max_wait_s = max_wait_s
+        self._abandoned: list[Fetch] = []
+
+    def fetch(
+        self,
+        chain: ChainView,
+        root: int,
+        first: int,
+        rows: Rows,
+        use: Callable[[Fetch, int], None],
+    ) -> int:
+        """Read *rows*, which hold the blocks of *chain* from *first* on; returns how many leading ones were good.
+
+        *use* is called with each read that has ended, in order, while its slots are held.
+        """
+        self._abandoned = [fetch for fetch in self._abandoned if not fetch.done]
+        if self.out_of_service:
+            self.source.count(Event.LOAD_FAILED, len(rows), "out_of_service")
+            return 0
+        deadline = time.monotonic() + self._max_wait_s
+        waiting: deque[Fetch] = deque()
+        started = good = 0
+        while good == 0 or good < len(rows):
+            while started < len(rows) and len(waiting) < WINDOW:
+                fetch = self._start(chain, root, first + started, rows[started:])
+                if fetch is None:
+                    break
+                waiting.append(fetch)
+                started += len(fetch.rows)
+            if not waiting:
+                break
+            fetch = waiting.popleft()
+            if not fetch.wait(max(deadline - time.monotonic(), 0)):
+                self._give_up([fetch, *waiting])
+                return good
+            try:
+                use(fetch, good)
+            finally:
+                fetch.landing.release()
+            good += fetch.good
+            if fetch.good < len(fetch.rows):
+                break
+        self._give_up(list(waiting), "not_needed")
+        return good
+
+    @property
+    def out_of_service(self) -> bool:
+        """Whether reads that nobody waits for hold as many slots as they may."""
+        held = sum(len(fetch.rows) for fetch in self._abandoned)
+        return held > max(ABANDONED_SHARE * self.above.index.capacity, WINDOW)
+
+    def _start(self, chain: ChainView, root: int, first: int, rows: Rows) -> Fetch | None:
+        spec = self.source.spec
+        assert spec is not None
+        rows = rows[: max(READ_BYTES // spec.slot_bytes, 1)]
+        landing = self._reserve(chain, root, first, len(rows)) or self._borrow(len(rows))
+        if landing is None:
+            return None
+        fetch = Fetch(self.source, rows[: len(landing.slots)], chain, first, landing)
+        if self._io.submit(Lane.LOAD, fetch.run) is None:
+            fetch.run()
+        return fetch
+
+    def _reserve(self, chain: ChainView, root: int, first: int, count: int) -> Landing | None:
+        above = self.above
+        if above.payload_offset == 0:  # a device keeps payloads only, a read brings whole images
+            return None
+        reservation = above.reserve(chain, root, first, count)
+        above.count_left(reservation, self.source)
+        if not len(reservation.rows) or reservation.first != first:
+            above.index.abort(reservation.rows)
+            return None
+        return Landing(above.slots, above.payload_offset, reservation.rows, above, self._transit)
+
+    def _borrow(self, count: int) -> Landing | None:
+        slots = self._transit.take(count)
+        if not len(slots):
+            return None
+        return Landing(self._transit.memory, self._transit.spec.header_bytes, slots, None, self._transit)
+
+    def _give_up(self, fetches: list[Fetch], reason: str = "deadline") -> None:
+        for fetch in fetches:
+            if fetch.wait(0):
+                fetch.landing.release()
+            else:
+                self._abandoned.append(fetch)
+        if reason == "deadline":
+            self.source.count(Event.LOAD_FAILED, sum(len(f.rows) for f in fetches), reason)

@@ -1,0 +1,80 @@
+"""Whole slot images: sealing headers into slots on their way out of memory, and proving images that came back."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from ..block.envelope import Fidelity, Header, HeaderError, checksum, pack_headers, unpack_header
+from ..block.plan import ChainView
+from ..block.spec import BlockSpec, Layout
+from .index import StoredChain
+from .table import Rows
+
+Bytes = npt.NDArray[np.uint8]
+LAYOUT_CODES = {Layout.LCND: 0, Layout.LCHND: 1}
+LAYOUTS = {code: layout for layout, code in LAYOUT_CODES.items()}
+
+
+class Image(msgspec.Struct, frozen=True):
+    """What a proven image says about itself beyond its record."""
+
+    layout: int
+    fidelity: int
+    payload_checksum: int
+
+
+def seal(spec: BlockSpec, slots: Bytes, rows: Rows, chain: StoredChain, part: slice) -> None:
+    """Write the headers of the blocks *part* of *chain*, whose payloads are in *rows* of *slots* [n, slot_bytes]."""
+    payloads = slots[:, spec.header_bytes : spec.header_bytes + spec.payload_bytes]
+    sums = np.array([checksum(payloads[row].data) for row in rows.tolist()], np.uint64)
+    kinds = chain.layout[part].astype(np.int64) * 256 + chain.fidelity[part]
+    for kind in np.unique(kinds).tolist():
+        same = np.flatnonzero(kinds == kind)
+        template = Header(
+            identity_digest=chain.identity_digest,
+            key=bytes(16),
+            parent_key=bytes(16),
+            tokens=chain.token_blocks[0],
+            payload_bytes=spec.payload_bytes,
+            payload_checksum=0,
+            layout=LAYOUTS[kind // 256].value,
+            fidelity=Fidelity(kind % 256),
+        )
+        pack_headers(
+            template,
+            slots,
+            rows[same].astype(np.int64),
+            keys=chain.keys[part][same],
+            parents=chain.parents[part][same],
+            tokens=chain.token_blocks[part][same],
+            extras=chain.extras[part][same],
+            payload_checksums=sums[same],
+            header_bytes=spec.header_bytes,
+        )
+
+
+def prove(spec: BlockSpec, image: Bytes, expected: ChainView, number: int) -> Image | str:
+    """Compare an image with block *number* of what was expected; a word for the reason when it is something else."""
+    try:
+        header = unpack_header(image[: spec.header_bytes].data)
+    except HeaderError as error:
+        return f"header_{error.reason}"
+    if header.identity_digest != expected.identity_digest:
+        return "identity"
+    parent = expected.keys[number - 1].tobytes() if number else expected.root_key
+    if (header.key, header.parent_key) != (expected.keys[number].tobytes(), parent):
+        return "key"
+    if header.extras != expected.extras[number].tobytes():
+        return "record_differs"
+    if not np.array_equal(header.tokens, expected.token_blocks[number]):
+        return "record_differs"
+    if header.payload_bytes != spec.payload_bytes or header.codec != "raw":
+        return "codec"
+    if header.layout not in LAYOUT_CODES:
+        return "layout"
+    payload = image[spec.header_bytes : spec.header_bytes + spec.payload_bytes]
+    if checksum(payload.data) != header.payload_checksum:
+        return "payload_checksum"
+    return Image(LAYOUT_CODES[Layout(header.layout)], int(header.fidelity), header.payload_checksum)
