@@ -6,13 +6,16 @@ import pytest
 
 from kvcache_factory.block.envelope import Fidelity
 from kvcache_factory.block.identity import Identity
-from kvcache_factory.block.key import KeyChain
+from kvcache_factory.block.key import KeyChain, root_key
 from kvcache_factory.engine.index import Index
+from kvcache_factory.engine.roots import Roots
 from kvcache_factory.engine.tree import Tree
 from kvcache_factory.policy.order import LRUEvictionPolicy
 
-ROOT, TOKENS = -2, 4
+TOKENS = 4
 IDENTITY = Identity(model="m", kv_dtype="float32", block_tokens=TOKENS)
+ROOTS = Roots()
+ROOT = ROOTS.number(root_key(IDENTITY), IDENTITY.digest)
 
 
 def chain(*blocks: int) -> KeyChain:
@@ -174,9 +177,9 @@ def test_a_stored_chain_ends_where_a_writer_is_still_at_work(index: Index) -> No
     early = index.reserve(chain(1, 2), ROOT, 0, 2)
     store(index, chain(1, 2, 3))
     tip = int(index.rows_of(chain(1, 2, 3).keys)[2])
-    assert index.stored_chain(tip).num_blocks == 0
+    assert index.stored_chain(tip, ROOTS).num_blocks == 0
     index.commit(early.rows)
-    assert index.stored_chain(tip).num_blocks == 3
+    assert index.stored_chain(tip, ROOTS).num_blocks == 3
 
 
 def test_selected_victims_stay_visible_until_they_leave_and_can_be_kept(index: Index) -> None:
@@ -192,11 +195,11 @@ def test_selected_victims_stay_visible_until_they_leave_and_can_be_kept(index: I
     assert len(index.evict(8)) == 3
 
 
-def test_only_unheld_leaves_are_dropped_for_a_session(index: Index) -> None:
-    """drop_leaves() frees what nothing builds on, the deepest first, and leaves shared prefixes."""
+def test_what_others_build_on_stays_when_a_session_goes(index: Index) -> None:
+    """drop_unshared() frees what nothing else builds on and leaves shared prefixes."""
     store(index, chain(1, 2, 3))
     store(index, chain(1, 9))
-    assert index.drop_leaves(index.rows_of(chain(1, 2, 3).keys)) == 2
+    assert index.drop_unshared(index.rows_of(chain(1, 2, 3).keys)) == 2
     assert found(index, chain(1, 9))[0] == 2
 
 

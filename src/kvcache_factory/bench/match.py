@@ -1,6 +1,6 @@
 """``bench match``: how long a look-up of a long prompt takes, through the manager, in an index full of others.
 
-Cases: ``peek`` counts blocks by key; ``keys_known`` finds, verifies and leases all blocks of a chain whose keys are there;
+Cases: ``peek`` counts blocks by key; ``keys_known`` finds, verifies and leases all blocks of a chain with known keys;
 ``from_tokens`` also hashes a list of tokens; ``next_turn`` extends a conversation that has been matched before by 1,024
 tokens and matches it again.
 """
