@@ -187,7 +187,8 @@ class TransformersCacheAdapter(CacheAdapter):
                 self._count(saved_blocks=request.save(sequences.detach().cpu().numpy()))
             return output, request
         finally:
-            request.close(generated)
+            with self._guard("releasing"):
+                request.close(generated)
 
     def _open(self, args: tuple[Any, ...], kwargs: dict[str, Any], options: dict[str, Any]) -> Request | None:
         """A request whose cache is ready, or None where Transformers must go on alone."""
@@ -204,7 +205,8 @@ class TransformersCacheAdapter(CacheAdapter):
             except NotServed as refusal:
                 reason = refusal.reason
         if request is not None:
-            request.close()
+            with self._guard("releasing"):
+                request.close()
         self._bypass(reason.value)
         if reason is Bypass.ASSISTED and self._options["strict"]:
             raise UnsupportedGenerationError(
