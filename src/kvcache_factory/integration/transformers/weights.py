@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
+from transformers import GenerationConfig
 
 from ...block.digest import digest128
 from ...block.identity import config_fingerprint, fingerprint_directory, model_fingerprint, weights_fingerprint
@@ -31,15 +32,21 @@ def fingerprint(model: Any, model_id: str | None = None) -> str:
     that it still is that model; any other is named by its live weights.  Raises ConfigError where weights cannot be
     read.
     """
-    config = base_model(model).config
+    config = model_config(model)
     if model_id is not None:
-        return model_fingerprint(config.to_dict(), "", model_id)
+        return model_fingerprint(config, "", model_id)
     weights = base_weights(model)
     directory = _directory_of(model)
     if directory is not None and _agrees(directory, config, weights):
         return fingerprint_directory(directory)
     digest = weights_fingerprint((name, str(t.dtype), tuple(t.shape), _bytes(t)) for name, t in weights.items())
-    return model_fingerprint(config.to_dict(), digest)
+    return model_fingerprint(config, digest)
+
+
+def model_config(model: Any) -> dict[str, Any]:
+    """The configuration of *model* as its file would state it: Transformers 4 adds every default of generation."""
+    ways_to_generate = GenerationConfig().to_dict()
+    return {k: v for k, v in base_model(model).config.to_dict().items() if k not in ways_to_generate}
 
 
 def base_weights(model: Any) -> dict[str, torch.Tensor]:
@@ -149,11 +156,11 @@ def _weight_files(directory: Path) -> list[Path]:
     return [single] if single.is_file() else sorted(directory.glob("*.safetensors"))
 
 
-def _agrees(directory: Path, config: Any, weights: dict[str, torch.Tensor]) -> bool:
+def _agrees(directory: Path, config: dict[str, Any], weights: dict[str, torch.Tensor]) -> bool:
     """Whether the files hold the live configuration and, as far as a sample tells, the live weights."""
     try:
         stored = json.loads((directory / "config.json").read_text())
-        if config_fingerprint(stored) != config_fingerprint(config.to_dict()):
+        if config_fingerprint(stored) != config_fingerprint(config):
             return False
         found = set()
         for file in _weight_files(directory):
