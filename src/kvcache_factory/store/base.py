@@ -64,8 +64,8 @@ class Store(ABC):
     def write(self, slots: Slots, source: SlotMemory, source_slots: Slots, source_offset: int) -> int:
         """Copy the payloads of *source_slots* into *slots*; returns how many of the leading n were written.
 
-        A payload begins *source_offset* bytes into its source slot.  A store that is not memory keeps whole images:
-        what lies before the payload must be its header.  Raises StoreError, with a reason, when none could be written.
+        A payload begins *source_offset* bytes into its source slot.  Raises StoreError, with a reason, when none could
+        be written.
         """
 
     @abstractmethod
@@ -123,7 +123,23 @@ class LastingStore(Store):
     """A store that keeps blocks beyond the process and shares them with others.
 
     Its slot numbers are rows: the store finds room for the block of a row when it is written, and may have none left.
+    What it moves are whole images, header included, so that an offset is where an image begins.
     """
+
+    @abstractmethod
+    def write(
+        self,
+        slots: Slots,
+        source: SlotMemory,
+        source_slots: Slots,
+        source_offset: int,
+        *,
+        depths: npt.NDArray[np.int32] | None = None,
+    ) -> int:
+        """As :meth:`Store.write`, of images whose headers are packed; *depths* are what others learn by :meth:`scan`.
+
+        The reason of a StoreError is ``full`` where nothing is free and the budget is used up.
+        """
 
     @abstractmethod
     def scan(self) -> Entries:

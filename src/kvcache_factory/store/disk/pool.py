@@ -1,0 +1,279 @@
+"""The segments of one directory as one process sees them: which there are, whose they are, and who may grow."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from collections.abc import Callable, Iterable
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from ...errors import FormatError
+from . import log, segment
+from .directory import Directory
+from .health import Health
+from .presence import Presence, Process, others, remove_dead
+from .segment import Segment, SlotNumbers
+
+
+class SizeClass(msgspec.Struct, frozen=True):
+    """The segments that this process makes: *slots* slots of *slot_bytes*, *bytes* with everything."""
+
+    slot_bytes: int
+    slots: int
+    block_tokens: int
+
+    @classmethod
+    def within(cls, slot_bytes: int, block_tokens: int, segment_bytes: int) -> SizeClass:
+        """The largest that takes at most *segment_bytes*, or one slot."""
+        fixed = 2 * (log.HEADER_BYTES + 64 * log.RECORD_BYTES)
+        slots = (segment_bytes - fixed) // (slot_bytes + 2 * 4 * log.RECORD_BYTES)
+        return cls(slot_bytes, max(1, slots), block_tokens)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of one segment, as they count against the budget."""
+        return self.slots * self.slot_bytes + 2 * self.header(0, 0).file_bytes
+
+    def header(self, number: int, now_ns: int) -> log.LogHeader:
+        """The header of the log of a new segment."""
+        return log.LogHeader(number, self.slot_bytes, self.slots, self.block_tokens, now_ns)
+
+
+class Seen(msgspec.Struct):
+    """What a look at the directory has found."""
+
+    gone: list[tuple[Segment, SlotNumbers]]
+    fresh: list[tuple[Segment, log.Records]]
+    adopted: list[Segment]
+
+
+class Pool:
+    """All segments of a directory.
+
+    ``lock`` guards columns and is held for microseconds; looking, growing and removing have a lock of their own.
+    """
+
+    def __init__(self, directory: Directory, size: SizeClass, budget: int, health: Health, now: Callable[[], int]):
+        self.directory = directory
+        self.size = size
+        self.budget = budget
+        self.health = health
+        self.segments: dict[int, Segment] = {}
+        self.lock = threading.Lock()
+        self.used_bytes = 0
+        self.others: list[Process] = []
+        self._now_ns = now
+        self._files_lock = threading.Lock()
+        self._refused: set[int] = set()
+        with directory.locked():
+            self.presence = Presence(directory)
+            directory.sweep()
+            listing = directory.list()
+            remove_dead(directory, listing.processes, self.presence.name)
+        self.used_bytes = listing.used_bytes
+
+    # -- looking ------------------------------------------------------------------------------------------------------
+
+    def look(self) -> Seen:
+        """Take in what others have done, and take over what the dead have left; raises OSError."""
+        with self._files_lock:
+            listing = self.directory.list()
+            self.used_bytes = listing.used_bytes
+            self.others = others(self.directory, listing.processes, self.presence.name)
+            seen = Seen([], [], [])
+            for number in [n for n in self.segments if n not in listing.logs or n not in listing.data]:
+                self._forget(number, seen)
+            self._refused &= listing.logs.keys()
+            for number in listing.logs:
+                if number in listing.data and number not in self._refused:
+                    self._look_at(number, seen)
+            self.presence.say(self._wants_room(), self.owned_bytes)
+            return seen
+
+    def _look_at(self, number: int, seen: Seen) -> None:
+        known = self.segments.get(number)
+        if known is not None and known.owned:
+            return
+        try:
+            one = known or segment.attach(self.directory, number)
+            poll = one.poll()
+        except FileNotFoundError:  # removed since it was listed
+            if known is not None:
+                self._forget(number, seen)
+            return
+        except (OSError, FormatError) as error:
+            self._refuse(number, error)
+            return
+        with self.lock:
+            gone, fresh = one.apply(poll)
+            self.segments[number] = one
+        self.health.count("damaged_record", poll.tail.damaged)
+        if len(gone):
+            seen.gone.append((one, gone))
+        if len(fresh):
+            seen.fresh.append((one, fresh))
+        if poll.adopted:
+            seen.adopted.append(one)
+
+    def _refuse(self, number: int, error: OSError | FormatError) -> None:
+        if isinstance(error, FormatError):  # it will not get better
+            self._refused.add(number)
+            self.health.count("bad_segment")
+        else:
+            self.health.count("segment_unreadable")
+
+    def _forget(self, number: int, seen: Seen) -> None:
+        with self.lock:
+            one = self.segments.pop(number)
+            used = np.flatnonzero(one.state == segment.USED)
+            one.state[:] = segment.BAD
+            one.num_free = 0
+        seen.gone.append((one, used))
+        one.close()
+
+    def lose_all(self) -> Seen:
+        """The directory itself is gone: so is everything in it."""
+        with self._files_lock:
+            seen = Seen([], [], [])
+            for number in list(self.segments):
+                self._forget(number, seen)
+            self.used_bytes = 0
+            return seen
+
+    # -- growing and shrinking ----------------------------------------------------------------------------------------
+
+    @property
+    def owned_bytes(self) -> int:
+        """Bytes of this process's segments."""
+        return sum(s.bytes for s in self.own())
+
+    def own(self) -> list[Segment]:
+        """This process's segments."""
+        return [s for s in list(self.segments.values()) if s.owned]
+
+    def ours(self) -> list[Segment]:
+        """This process's segments of the size that it writes."""
+        return [s for s in self.own() if s.slot_bytes == self.size.slot_bytes]
+
+    @property
+    def may_grow(self) -> int:
+        """How many segments the budget has room for, as of the last look."""
+        return max(0, (self.budget - self.used_bytes) // self.size.bytes)
+
+    def grow(self) -> bool:
+        """Make one more segment if the budget allows it.  Raises StoreError when the disk does not."""
+        with self._files_lock, self.directory.locked():
+            return self._grow()
+
+    def _grow(self) -> bool:
+        self.directory.sweep()
+        self.used_bytes = self.directory.list().used_bytes
+        if not self.may_grow:
+            return False
+        one = segment.create(self.directory, self.size.header(self._unused_number(), self._now_ns()))
+        with self.lock:
+            self.segments[one.number] = one
+        self.used_bytes += one.bytes
+        return True
+
+    def _unused_number(self) -> int:
+        """A number at random: those of removed segments, which rows elsewhere may still name, do not come back."""
+        while True:
+            number = secrets.randbelow(2**31 - 1) + 1
+            if not self.directory.log_path(number).exists() and not self.directory.data_path(number).exists():
+                return number
+
+    def remove_empty(self, candidates: Iterable[Segment], *, grow: bool = False) -> bool:
+        """Remove the first own segment of *candidates* that is empty, and *grow* in its place at once."""
+        with self._files_lock, self.directory.locked():
+            for one in candidates:
+                with self.lock:
+                    empty = one.owned and one.is_empty
+                    if empty:
+                        del self.segments[one.number]
+                        one.state[:] = segment.BAD
+                        one.num_free = 0
+                if empty:
+                    one.remove()
+                    self.used_bytes -= one.bytes
+                    return self._grow() if grow else True
+        return False
+
+    def shrink(self) -> int:
+        """Remove own segments, the oldest blocks first, until the budget holds; returns how many.  For the start."""
+        removed = 0
+        with self._files_lock, self.directory.locked():
+            self.used_bytes = self.directory.list().used_bytes
+            for one in sorted(self.own(), key=lambda s: s.mean_time_ns):
+                if self.used_bytes <= self.budget:
+                    break
+                with self.lock:
+                    del self.segments[one.number]
+                one.remove()
+                self.used_bytes -= one.bytes
+                removed += 1
+        return removed
+
+    # -- fairness -----------------------------------------------------------------------------------------------------
+
+    @property
+    def fair_share(self) -> int:
+        """Bytes that each of the live processes could have."""
+        return self.budget // (1 + len(self.others))
+
+    def _wants_room(self) -> bool:
+        return not self.may_grow and self.owned_bytes + self.size.bytes <= self.fair_share
+
+    def must_yield(self) -> bool:
+        """Whether to give a segment up: the budget is exceeded, or we have more than our share and another needs it."""
+        owned = self.owned_bytes
+        if self.used_bytes > self.budget:
+            return owned > 0
+        return owned > max(self.fair_share, self.size.bytes) and any(p.wants_room for p in self.others)
+
+    # -- slots --------------------------------------------------------------------------------------------------------
+
+    def room(self) -> int:
+        """Blocks that can be placed without freeing any."""
+        free = sum(s.num_free for s in self.ours() if not s.leaving)
+        return free + (0 if self.health.pausing() else self.may_grow * self.size.slots)
+
+    def take(self, count: int) -> tuple[Segment, SlotNumbers] | None:
+        """Take up to *count* free slots of one segment, growing where that is needed and allowed.
+
+        Neighbours are worth more than a full segment: one that has room for all of them is preferred.
+        """
+        while True:
+            with self.lock:
+                free = [s for s in self.ours() if s.num_free and not s.leaving]
+                if free:
+                    enough = [s for s in free if s.num_free >= count]
+                    one = enough[0] if enough else max(free, key=lambda s: s.num_free)
+                    return one, one.take(count)
+            if not self.may_grow or not self.grow():
+                return None
+
+    def close(self) -> None:
+        """Let go of everything; idempotent."""
+        with self.lock:
+            segments, self.segments = list(self.segments.values()), {}
+        for one in segments:
+            one.close()
+        self.presence.close()
+
+
+def places(number: int, slots: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Places of *slots* of one segment."""
+    return (np.int64(number) << 32) | slots
+
+
+def budget_error(budget: int, size: SizeClass) -> str:
+    """Why a budget is too small."""
+    gib = size.bytes / 2**30
+    return (
+        f"a disk tier of {budget:,} bytes has no room for one segment of {size.slots} blocks, {size.bytes:,} bytes; "
+        f"give it at least {gib:.3f} GiB, or smaller segments"
+    )
