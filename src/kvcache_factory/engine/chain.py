@@ -191,8 +191,8 @@ class TierChain:
             reason = found.reason
             if served:
                 segments.append(Segment(number, covered, found.rows[covered:]))
-                self.flow.used(number, found.rows)
                 pins.append((tier, int(found.rows[-1])))
+                self.flow.used(number, found.rows)
                 covered += served
             elif len(found.rows):
                 tier.index.unpin(int(found.rows[-1]))
@@ -290,7 +290,7 @@ class TierChain:
             self.mover.gather(tier, rows, region, positions[start : start + len(rows)])
             tier.seal(rows, self.flow.settings.integrity)
         except BaseException:
-            tier.index.abort(rows)
+            tier.abort(rows)
             tier.count(Event.NOT_STORED, len(rows), "copy_failed")
             raise
         tip = int(rows[-1])
@@ -309,7 +309,10 @@ class TierChain:
         if not deeper:
             self.release(request_id)
             return None
-        return self.flow.io.submit(Lane.LOAD, partial(self._prefetch, match, deeper))
+        ticket = self.flow.io.submit(Lane.LOAD, partial(self._prefetch, match, deeper))
+        if ticket is None:
+            self.release(request_id)
+        return ticket
 
     def _prefetch(self, match: Match, segments: Sequence[Segment]) -> None:
         try:
@@ -333,7 +336,8 @@ class TierChain:
     def drop(self, chain: KeyChain, first: int = 0, reason: str = "asked") -> int:
         """Drop the blocks of *chain* from number *first* on, and all that was built on them, from every tier."""
         dropped = 0
-        for tier in self.tiers:
+        # A copy between tiers that began before the first look ends before the second, or sees that its source is gone.
+        for tier in [*self.tiers, *self.tiers[:-1]]:
             rows = tier.index.rows_of(chain.keys[first:])
             dropped += tier.drop(rows[rows >= 0], reason)
         return dropped

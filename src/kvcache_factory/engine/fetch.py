@@ -56,7 +56,7 @@ class Landing:
             index.pin(self._pinned)
             self._tier.count(Event.STORED, index.commit(rows))
             self._tier.count(Event.PROMOTED, good)
-        index.abort(self.slots[good:])
+        self._tier.abort(self.slots[good:])
 
     def release(self) -> None:
         """Let go of the slots: blocks of a tier may leave it again, transit slots are free."""
@@ -214,7 +214,7 @@ class Fetcher:
         reservation = above.reserve(chain, root, first, count)
         above.count_left(reservation, self.source)
         if not len(reservation.rows) or reservation.first != first:
-            above.index.abort(reservation.rows)
+            above.abort(reservation.rows, "not_needed")
             return None
         return Landing(above.slots, above.payload_offset, reservation.rows, above, self._transit)
 

@@ -145,19 +145,20 @@ class Flow:
 
     def _fill(self, source: Tier, chain: StoredChain, part: slice, target: Tier, rows: Rows, event: Event) -> None:
         """Copy blocks into reserved *rows* of another tier, commit what was copied, and pin the last of *rows*."""
-        written = 0
+        written, failed = 0, True
         try:
             written = self._write(source, chain, part, target, rows)
+            failed = False
         finally:
             copied = chain.rows[part][:written]
             target.index.checksum[rows[:written]] = source.index.checksum[copied]
             target.index.pin(int(rows[-1]))
             committed = target.index.commit(rows[:written])
-            target.count(Event.DROPPED, target.index.abort(rows[written:]), "copy_failed")
+            target.abort(rows[written:])
             target.count(Event.STORED, committed)
             target.count(event, committed)
             target.count(Event.NOT_STORED, len(rows) - written, "copy_failed")
-            if not written:
+            if failed:
                 target.index.unpin(int(rows[-1]))
             target.settle()
         gone = source.index.gone(copied)

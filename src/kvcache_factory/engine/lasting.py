@@ -191,7 +191,7 @@ class LastingTier(Tier):
         if short <= 0:
             return Reservation(taken.rows, taken.first, taken.wanted, evicted, taken.replaced, taken.reason)
         kept = len(taken.rows) - short
-        self.index.abort(taken.rows[max(kept, 0) :])
+        self.abort(taken.rows[max(kept, 0) :], "full")
         return Reservation(taken.rows[: max(kept, 0)], taken.first, taken.wanted, evicted, taken.replaced, "full")
 
     def evict(self, count: int) -> Keys:

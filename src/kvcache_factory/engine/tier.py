@@ -143,6 +143,10 @@ class Tier:
         self.count(Event.DROPPED, gone, reason)
         return gone
 
+    def abort(self, rows: Rows, reason: str = "copy_failed") -> None:
+        """See :meth:`Index.abort`; what others had stored on top of *rows* goes too, and is counted."""
+        self.count(Event.DROPPED, self.index.abort(rows), reason)
+
     def count_left(self, reservation: Reservation, below: Tier | None = None) -> None:
         """Count what had to leave, or could not come, for a reservation."""
         self.count_evicted(reservation.evicted, below)

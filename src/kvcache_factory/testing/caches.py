@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import pytest
@@ -27,7 +27,7 @@ class SmallCache(NamedTuple):
         chain = self.space.chain(tokens)
         return self.space.save(chain, self.engine.region, self.engine.compute(chain, version), **options)
 
-    def load(self, tokens: Any, request_id: str = "request", known: range = range(1)) -> list[int | None]:
+    def load(self, tokens: Any, request_id: str = "request", known: Iterable[int] = (0,)) -> list[int | None]:
         """Match, load and release; returns the version of each block that came back, None for wrong bytes."""
         chain = self.space.chain(tokens)
         match = self.space.match(chain, request_id)
@@ -44,12 +44,22 @@ def sized_level(blocks: int, spec: BlockSpec, *, device: bool = False) -> Level:
     return GPUBackend(device="cpu", size_gb=size) if device else CPUBackend(size_gb=size, huge_pages=False)
 
 
-def small_cache(*blocks: int, spec: BlockSpec | None = None, **options: Any) -> SmallCache:
-    """A cache with *blocks* blocks in each level, open; the first of several levels is a device."""
+def small_cache(
+    *blocks: int,
+    spec: BlockSpec | None = None,
+    prepare: Callable[[CacheManager], object] | None = None,
+    **options: Any,
+) -> SmallCache:
+    """A cache with *blocks* blocks in each level, open; the first of several levels is a device.
+
+    *prepare* sees the manager before anything is allocated; the rest goes to its constructor.
+    """
     spec = spec if spec is not None else tiny_spec()
     levels = [sized_level(n, spec, device=len(blocks) > 1 and i == 0) for i, n in enumerate(blocks)]
     backend: Backend = levels[0] if len(levels) == 1 else HierarchicalBackend(levels)
     manager = CacheManager(backend, **options)
+    if prepare is not None:
+        prepare(manager)
     return SmallCache(manager, manager.register(spec, tiny_identity(spec)), FakeEngine(spec, 32))
 
 

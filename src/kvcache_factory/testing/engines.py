@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 from typing import Any, Literal
 
 import numpy as np
@@ -75,7 +76,7 @@ class FakeEngine:
         """Forget all KV."""
         self._raw.fill(0)
 
-    def versions(self, chain: KeyChain, count: int, known: range = range(1)) -> list[int | None]:
+    def versions(self, chain: KeyChain, count: int, known: Iterable[int] = (0,)) -> list[int | None]:
         """Which of the *known* versions each of the first *count* blocks carries byte for byte; None for none."""
         wanted = {version: block_images(chain, self.spec, version) for version in known}
         return [
