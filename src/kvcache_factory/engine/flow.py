@@ -12,13 +12,13 @@ from ..block.spec import BlockSpec
 from ..memory.move import copy_slots
 from .fetch import Fetcher
 from .images import seal
-from .index import StoredChain
 from .io import IOPool, Lane, Ticket
 from .ledger import Event
 from .roots import Roots
 from .table import Rows
 from .tier import Ingestion, Tier
 from .transit import Transit
+from .values import StoredChain
 
 
 class FlowSettings(msgspec.Struct, frozen=True):

@@ -9,8 +9,8 @@ import numpy.typing as npt
 from ..block.envelope import Fidelity, Header, HeaderError, checksum, pack_headers, unpack_header
 from ..block.plan import ChainView
 from ..block.spec import BlockSpec, Layout
-from .index import StoredChain
 from .table import Rows
+from .values import StoredChain
 
 Bytes = npt.NDArray[np.uint8]
 LAYOUT_CODES = {Layout.LCND: 0, Layout.LCHND: 1}

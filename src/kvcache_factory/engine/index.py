@@ -2,81 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
-
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from ..block.envelope import Fidelity
 from ..policy.base import NO_HINT, EvictionPolicy, RequestHint
+from .record import DIFFERS, NOT_EXACT, NOT_READY, compare
 from .roots import Roots
 from .table import Keys, Rows
 from .tree import DOOMED, FREE, NO_KEYS, PENDING, READY, Tree, as_slice
+from .values import Chain, Found, Reservation, StoredChain
 
 _NONE: Rows = np.empty(0, np.int32)
-
-
-class Chain(Protocol):
-    """What the index needs of a chain of blocks: keys, records, and a place to remember rows by index."""
-
-    @property
-    def num_blocks(self) -> int: ...
-    @property
-    def keys(self) -> Keys: ...
-    @property
-    def token_blocks(self) -> npt.NDArray[np.uint32]: ...
-    @property
-    def extras(self) -> Keys: ...
-    @property
-    def memo(self) -> dict[int, Any]: ...
-
-
-class StoredChain(msgspec.Struct, frozen=True):
-    """A chain as another tier holds it: its keys and records, and the *rows* and root it has there."""
-
-    root: int
-    root_key: bytes
-    identity_digest: bytes
-    rows: Rows
-    keys: Keys
-    token_blocks: npt.NDArray[np.uint32]
-    extras: Keys
-    fidelity: npt.NDArray[np.uint8]
-    layout: npt.NDArray[np.uint8]
-    memo: dict[int, Any]
-
-    @property
-    def num_blocks(self) -> int:
-        """Number of blocks."""
-        return len(self.rows)
-
-    @property
-    def parents(self) -> Keys:
-        """Keys ``[n, 2]`` of the blocks before each, the root key first."""
-        return np.concatenate((np.frombuffer(self.root_key, np.uint64)[None], self.keys))[:-1]
-
-
-class Found(msgspec.Struct, frozen=True):
-    """A verified leading run: its *rows*, and why it ended before the chain did."""
-
-    rows: Rows
-    reason: str
-
-
-class Reservation(msgspec.Struct, frozen=True):
-    """Rows that an operation owns until it commits or aborts them.
-
-    *first* is the number in the chain of the first reserved block; *wanted* counts the blocks that were missing, so
-    that ``wanted > len(rows)`` tells a shortened run, for the *reason* given.
-    """
-
-    rows: Rows
-    first: int
-    wanted: int
-    evicted: Keys = NO_KEYS
-    replaced: int = 0
-    reason: str = ""
+_REASONS = {DIFFERS: "record_differs", NOT_READY: "in_progress", NOT_EXACT: "not_exact"}
 
 
 class Index(Tree):
@@ -303,22 +241,20 @@ class Index(Tree):
 
     def _find_run(self, chain: Chain, root: int, limit: int, worst: Fidelity) -> Found:
         limit = min(limit, chain.num_blocks)
-        known = self._recall(chain, root, limit)
-        fresh = self._table.find(chain.keys[len(known) : limit], leading=True)
-        absent = fresh < 0
-        if absent.any():
-            fresh = fresh[: int(absent.argmax())]
-        rows = np.concatenate((known, fresh)) if len(known) else fresh
-        reason = "absent" if len(rows) < limit else ""
-        good = self._verified(chain, root, rows, len(known))
-        if good < len(rows):
-            rows, reason = rows[:good], "record_differs"
-        waiting = (self.state[as_slice(rows)] != READY) | (self.fidelity[as_slice(rows)] > worst)
-        if waiting.any():
-            stop = int(waiting.argmax())
-            reason = "in_progress" if self._state_at[int(rows[stop])] == PENDING else "not_exact"
-            rows = rows[:stop]
-        self._remember(chain, root, rows)
+        known = self._recall(chain, root, limit, worst)
+        start = len(known)
+        rows = self._table.find(chain.keys[start:limit], leading=True)
+        if len(rows) and rows[-1] < 0:
+            rows = rows[: int((rows < 0).argmax())]
+        stop = start + len(rows)
+        above = int(known[-1]) if start else root
+        extras, tokens = chain.extras[start:stop], chain.token_blocks[start:stop]
+        good, verdict = compare(self, rows, above, True, worst, extras, tokens)
+        reason = _REASONS[verdict] if verdict else "absent" if stop < limit else ""
+        rows = rows[:good]
+        if start:
+            rows = np.concatenate((known, rows))
+        chain.memo[self.number] = (root, worst, rows, self.generation[rows])
         return Found(rows, reason)
 
     def _resident_run(
@@ -326,14 +262,17 @@ class Index(Tree):
     ) -> tuple[Rows, Rows, int]:
         """For a save of the blocks from *first* to *end* - 1: the leading rows of *chain* that stay, the rows that give
         way, and the number of the block up to which blocks can be stored."""
-        known = self._recall(chain, root, end)
-        rows = self._table.find(chain.keys[len(known) : end])
-        if len(known):
-            rows = np.concatenate((known, rows))
-        absent = rows < 0
-        if absent.all():
+        known = self._recall(chain, root, end, Fidelity.APPROXIMATE)
+        start = len(known)
+        fresh = self._table.find(chain.keys[start:end])
+        rows = np.concatenate((known, fresh)) if start else fresh
+        if not start and (fresh < 0).all():
             return _NONE, _NONE, end
-        good = self._verified(chain, root, rows[: int(absent.argmax()) if absent.any() else end], len(known))
+        present = fresh[: int((fresh < 0).argmax())] if (fresh < 0).any() else fresh
+        above = int(known[-1]) if start else root
+        stop = start + len(present)
+        extras, tokens = chain.extras[start:stop], chain.token_blocks[start:stop]
+        good = start + compare(self, present, above, False, Fidelity.APPROXIMATE, extras, tokens)[0]
         if good > first:
             worse = self.fidelity[rows[first:good]] > _part(fidelity, slice(good - first))
             if worse.any():
@@ -346,35 +285,14 @@ class Index(Tree):
             end = good + len(rest)
         return stay, rest[rest >= 0], end
 
-    def _verified(self, chain: Chain, root: int, rows: Rows, start: int) -> int:
-        """How many leading *rows* carry the records of *chain*; those before *start* are known to."""
-        stop = len(rows)
-        if start >= stop:
-            return stop
-        span = as_slice(rows[start:])
-        above = np.empty(stop - start, np.int32)
-        above[0] = rows[start - 1] if start else root
-        above[1:] = rows[start:-1]
-        wrong = self.parent[span] != above
-        wrong |= (self.extras[span] != chain.extras[start:stop]).any(axis=1)
-        if self.tokens.shape[1]:
-            tokens_differ = self.tokens[span] != chain.token_blocks[start:stop]
-            if tokens_differ.any():
-                wrong |= tokens_differ.any(axis=1)
-        return start + int(wrong.argmax()) if wrong.any() else stop
-
-    def _recall(self, chain: Chain, root: int, limit: int) -> Rows:
+    def _recall(self, chain: Chain, root: int, limit: int, worst: int) -> Rows:
         """Rows that an earlier match of the same chain object verified, as far as none has changed since."""
         memo = chain.memo.get(self.number)
-        if memo is None or memo[0] != root:
+        if memo is None or memo[0] != root or memo[1] > worst:
             return _NONE
-        rows: Rows = memo[1][:limit]
-        generations = memo[2][:limit]
-        changed = self.generation[as_slice(rows)] != generations
+        rows: Rows = memo[2][:limit]
+        changed = self.generation[as_slice(rows)] != memo[3][:limit]
         return rows[: int(changed.argmax())] if changed.any() else rows
-
-    def _remember(self, chain: Chain, root: int, rows: Rows) -> None:
-        chain.memo[self.number] = (root, rows, self.generation[as_slice(rows)].copy())
 
     def _allocate(self, count: int, tip: int, hint: RequestHint) -> tuple[Rows, Keys, str]:
         evicted, reason = NO_KEYS, ""

@@ -14,12 +14,13 @@ import numpy.typing as npt
 from ..block.spec import BlockSpec
 from ..policy.base import NO_HINT, EvictionPolicy, RequestHint
 from ..store.base import Entries, LastingStore
-from .index import Chain, Index, Reservation
+from .index import Index
 from .ledger import Event, Ledger
 from .roots import Roots
 from .table import Keys, Rows
 from .tier import Tier
 from .tree import READY
+from .values import Chain, Reservation
 
 SPARE_ROWS = 4096
 

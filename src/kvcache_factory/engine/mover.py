@@ -46,9 +46,13 @@ class Mover:
     ) -> None:
         """Copy *slots* to *positions*, converting those whose layout *codes* are not the region's own."""
         with self:
+            first = int(codes[0])
+            if (codes == first).all():
+                scatter(region, positions, memory, slots, payload_offset, LAYOUTS[first])
+                return
             for code in np.unique(codes).tolist():
                 same = np.flatnonzero(codes == code)
-                part = positions if len(same) == len(slots) else BlockPositions(positions.a[same], positions.b[same])
+                part = BlockPositions(positions.a[same], positions.b[same])
                 scatter(region, part, memory, slots[same], payload_offset, LAYOUTS[code])
 
     def close(self) -> None:

@@ -14,9 +14,10 @@ from ..block.spec import BlockSpec
 from ..errors import CapacityError
 from ..policy.base import NO_HINT, EvictionPolicy, RequestHint
 from ..store.base import SlotMemory, Store
-from .index import Chain, Index, Reservation
+from .index import Index
 from .ledger import Event, Ledger
 from .table import Keys, Rows
+from .values import Chain, Reservation
 
 GIB = 1 << 30
 SAMPLE_EVERY = 16

@@ -67,6 +67,7 @@ class Tree:
         self.keys = np.zeros((rows, 2), np.uint64)
         self.tokens = np.zeros((rows, block_tokens), np.uint32)
         self.extras = np.zeros((rows, 2), np.uint64)
+        self.extras_words = self.extras.view(np.int64)
         self.parent = np.full(rows, -1, np.int32)
         self.depth = np.zeros(rows, np.int32)
         self.children = np.zeros(rows, np.int32)

@@ -1,0 +1,94 @@
+"""Comparing the records of rows with what a chain expects: a key alone never decides."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ..jit import kernel
+from .table import Keys, Rows
+from .tree import READY, Tree, as_slice
+
+AGREES, DIFFERS, NOT_READY, NOT_EXACT = 0, 1, 2, 3
+_VERDICTS = 4
+
+_I8 = "Array(i8, 2, 'C', True)"
+_U4 = "Array(u4, 2, 'C', True)"
+
+
+def _compare_numpy(
+    parent: Any,
+    state: Any,
+    fidelity: Any,
+    extras: Any,
+    tokens: Any,
+    rows: Any,
+    above: int,
+    ready: bool,
+    worst: int,
+    chain_extras: Any,
+    chain_tokens: Any,
+) -> int:
+    span = as_slice(rows)
+    parents = np.concatenate((np.array([above], np.int32), rows[:-1]))
+    verdict = np.where(fidelity[span] > worst, NOT_EXACT, AGREES)
+    if ready:
+        verdict[state[span] != READY] = NOT_READY
+    wrong = (parent[span] != parents) | (extras[span] != chain_extras).any(axis=1)
+    if tokens.shape[1]:
+        tokens_differ = tokens[span] != chain_tokens
+        if tokens_differ.any():
+            wrong |= tokens_differ.any(axis=1)
+    verdict[wrong] = DIFFERS
+    stops = verdict != AGREES
+    if not stops.any():
+        return len(rows) * _VERDICTS
+    at = int(stops.argmax())
+    return at * _VERDICTS + int(verdict[at])
+
+
+@kernel(
+    f"i8(i4[::1], u1[::1], u1[::1], i8[:,::1], u4[:,::1], i4[::1], i8, b1, i8, {_I8}, {_U4})",
+    fallback=_compare_numpy,
+)
+def _compare(
+    parent: Any,
+    state: Any,
+    fidelity: Any,
+    extras: Any,
+    tokens: Any,
+    rows: Any,
+    above: Any,
+    ready: Any,
+    worst: Any,
+    chain_extras: Any,
+    chain_tokens: Any,
+) -> int:
+    width = tokens.shape[1]
+    for i in range(len(rows)):
+        row = rows[i]
+        if parent[row] != above or extras[row, 0] != chain_extras[i, 0] or extras[row, 1] != chain_extras[i, 1]:
+            return i * _VERDICTS + DIFFERS
+        for t in range(width):
+            if tokens[row, t] != chain_tokens[i, t]:
+                return i * _VERDICTS + DIFFERS
+        if ready and state[row] != READY:
+            return i * _VERDICTS + NOT_READY
+        if fidelity[row] > worst:
+            return i * _VERDICTS + NOT_EXACT
+        above = row
+    return len(rows) * _VERDICTS
+
+
+def compare(tree: Tree, rows: Rows, above: int, ready: bool, worst: int, extras: Keys, tokens: Any) -> tuple[int, int]:
+    """How many leading *rows* are what a chain expects, and why the next is not.
+
+    The first row must have *above* as its parent, each other the row before it; all must hold *extras* [n, 2] and
+    *tokens* [n, block_tokens], be visible if *ready*, and be at most as lossy as *worst*.
+    """
+    if not len(rows):
+        return 0, AGREES
+    columns = (tree.parent, tree.state, tree.fidelity, tree.extras_words, tree.tokens)
+    run: int = _compare(*columns, rows, above, ready, worst, extras.view(np.int64), tokens)
+    return divmod(run, _VERDICTS)
