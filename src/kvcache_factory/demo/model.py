@@ -163,6 +163,7 @@ def _make_readable_by_transformers_4(folder: Path) -> None:
     _write_json(folder / "config.json", config)
     tokenizer = json.loads((folder / "tokenizer_config.json").read_text())
     tokenizer["tokenizer_class"] = "PreTrainedTokenizerFast"
+    tokenizer["model_input_names"] = ["input_ids", "attention_mask"]  # that class would add token_type_ids
     _write_json(folder / "tokenizer_config.json", tokenizer)
 
 

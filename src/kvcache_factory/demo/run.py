@@ -149,8 +149,7 @@ def _compare(rows: Sequence[Row], answers: dict[str, list[list[int]]]) -> None:
 
 def _warm_up(model: Any, tokenizer: Any) -> None:
     """Let the first call's own costs (allocations, lazy imports) fall outside of what is measured."""
-    inputs = tokenizer("Hello", return_tensors="pt")
-    model.generate(**inputs, max_new_tokens=2, do_sample=False)
+    model.generate(tokenizer("Hello", return_tensors="pt")["input_ids"], max_new_tokens=2, do_sample=False)
 
 
 def _check_room(model: Any, tokenizer: Any, text: str, turns: int, max_new_tokens: int) -> None:
