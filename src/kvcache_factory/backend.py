@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from typing import Literal
+
 import msgspec
 
 from .errors import CapacityError, ConfigError
@@ -43,7 +46,46 @@ class GPUBackend(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="g
         return f"GPUBackend(device={self.device!r}, size_gb={self.size_gb})"
 
 
-Level = CPUBackend | GPUBackend
+class DiskBackend(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="disk"):
+    """A directory of slot images that outlasts the process and may be shared by several; a level below memory."""
+
+    path: str
+    """Directory; made when it is not there, and refused when somebody else's files are in it."""
+    size_gb: float = DEFAULT_SIZE_GB
+    """Capacity in GiB of the whole directory, all processes and earlier runs together."""
+    segment_mb: int = 256
+    """Size in MiB of one file of slots; the capacity must hold at least one."""
+    ingestion: Literal["all", "hot", "evicted"] = "all"
+    """When a block of the level above is written: when it is stored, when it has been hit often, or when it leaves."""
+    hot_hits: int = 2
+    """Hits that make a block hot."""
+    direct: Literal["auto", "never"] = "auto"
+    """Bypass the page cache (O_DIRECT) where a probe finds that it works, or never."""
+
+    def __post_init__(self) -> None:
+        _check_size("DiskBackend", self.size_gb)
+        if not isinstance(self.path, (str, os.PathLike)) or not str(self.path):
+            raise ConfigError(f"DiskBackend(path={self.path!r}): give the path of a directory")
+        msgspec.structs.force_setattr(self, "path", os.fspath(self.path))
+        if not isinstance(self.segment_mb, int) or not 1 <= self.segment_mb <= 4096:
+            raise ConfigError(f"DiskBackend(segment_mb={self.segment_mb!r}): use 1 to 4096")
+        if self.size_gb * 1024 < self.segment_mb:
+            raise CapacityError(
+                f"DiskBackend(size_gb={self.size_gb}) is smaller than one segment of {self.segment_mb} MiB; give at "
+                f"least {self.segment_mb / 1024} GiB, or a smaller segment_mb"
+            )
+        if self.ingestion not in ("all", "hot", "evicted"):
+            raise ConfigError(f"DiskBackend(ingestion={self.ingestion!r}): use 'all', 'hot' or 'evicted'")
+        if not isinstance(self.hot_hits, int) or self.hot_hits < 1:
+            raise ConfigError(f"DiskBackend(hot_hits={self.hot_hits!r}): use 1 or more")
+        if self.direct not in ("auto", "never"):
+            raise ConfigError(f"DiskBackend(direct={self.direct!r}): use 'auto' or 'never'")
+
+    def __repr__(self) -> str:
+        return f"DiskBackend({self.path!r}, size_gb={self.size_gb})"
+
+
+Level = CPUBackend | GPUBackend | DiskBackend
 
 
 class HierarchicalBackend(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="hierarchical"):
@@ -65,8 +107,13 @@ class HierarchicalBackend(msgspec.Struct, frozen=True, forbid_unknown_fields=Tru
         for level in self.levels:
             if not isinstance(level, Level):
                 raise ConfigError(
-                    f"HierarchicalBackend: {type(level).__name__} cannot be a level; use CPUBackend or GPUBackend"
+                    f"HierarchicalBackend: {type(level).__name__} cannot be a level; use GPUBackend, CPUBackend or "
+                    "DiskBackend"
                 )
+        if isinstance(self.levels[0], DiskBackend):
+            raise ConfigError(
+                "HierarchicalBackend: a DiskBackend cannot be the first level; put a CPUBackend first"
+            )
         if not 0 < self.demote_to <= self.demote_at <= 1:
             raise ConfigError(
                 f"HierarchicalBackend: 0 < demote_to <= demote_at <= 1 does not hold for demote_to={self.demote_to}, "
@@ -74,12 +121,18 @@ class HierarchicalBackend(msgspec.Struct, frozen=True, forbid_unknown_fields=Tru
             )
 
 
-Backend = CPUBackend | GPUBackend | HierarchicalBackend
+Backend = CPUBackend | GPUBackend | DiskBackend | HierarchicalBackend
 
 
 def levels_of(backend: Backend) -> list[Level]:
     """The levels of any backend, the fastest first."""
-    return list(backend.levels) if isinstance(backend, HierarchicalBackend) else [backend]
+    if isinstance(backend, HierarchicalBackend):
+        return list(backend.levels)
+    if isinstance(backend, DiskBackend):
+        raise ConfigError(
+            "a DiskBackend needs memory above it: HierarchicalBackend(levels=[CPUBackend(size_gb=4), DiskBackend(...)])"
+        )
+    return [backend]
 
 
 def _check_size(name: str, size_gb: float | None) -> None:

@@ -7,14 +7,17 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from .backend import DEFAULT_SIZE_GB, GIB, CPUBackend, HierarchicalBackend, Level, levels_of
+from .backend import DEFAULT_SIZE_GB, GIB, CPUBackend, DiskBackend, GPUBackend, HierarchicalBackend, Level, levels_of
 from .config import ManagerConfig
 from .engine.chain import TierChain
 from .engine.flow import FlowSettings
+from .engine.lasting import LastingTier
 from .engine.ledger import Ledger
-from .engine.tier import Tier
+from .engine.roots import Roots
+from .engine.tier import Ingestion, Tier
 from .errors import CapacityError
 from .policy.base import EvictionPolicy
+from .store.disk import DiskStore
 from .store.memory import MemoryStore
 
 
@@ -28,26 +31,56 @@ def build_chain(
     """Unopened tiers for *config*; nothing is allocated until the first model is registered."""
     levels = levels_of(config.backend)
     budgets = level_budgets(levels, policy.max_size_gb)
+    roots = Roots()
     tiers = [
-        Tier(name, _store(level), policy.clone(), budget, ledger, clock)
+        _tier(name, level, policy.clone(), budget, ledger, clock, roots)
         for name, level, budget in zip(_names(levels), levels, budgets, strict=True)
     ]
     flow = FlowSettings(
-        integrity=config.integrity, lease_max_age_s=config.lease_max_age_s, io_threads=config.io_threads
+        integrity=config.integrity,
+        lease_max_age_s=config.lease_max_age_s,
+        io_threads=config.io_threads or _io_threads(levels),
     )
     if isinstance(config.backend, HierarchicalBackend):
         marks = config.backend
         flow = msgspec.structs.replace(flow, demote_at=marks.demote_at, demote_to=marks.demote_to)
-    return TierChain(tiers, flow, ledger, clock, on_error)
+    return TierChain(tiers, flow, roots, ledger, clock, on_error)
+
+
+def _tier(
+    name: str,
+    level: Level,
+    policy: EvictionPolicy,
+    budget: int,
+    ledger: Ledger,
+    clock: Callable[[], float],
+    roots: Roots,
+) -> Tier:
+    if isinstance(level, DiskBackend):
+        store = DiskStore(level.path, budget, level.segment_mb << 20, direct=level.direct)
+        tier = LastingTier(name, store, policy, budget, ledger, clock, roots)
+        tier.ingestion = Ingestion(level.ingestion)
+        tier.hot_hits = level.hot_hits
+        return tier
+    memory = MemoryStore(None, level.huge_pages) if isinstance(level, CPUBackend) else MemoryStore(level.device)
+    return Tier(name, memory, policy, budget, ledger, clock)
+
+
+def _io_threads(levels: Sequence[Level]) -> int:
+    """Four threads reach what a disk can do; between memories, one is enough."""
+    return 4 if any(isinstance(level, DiskBackend) for level in levels) else 1
 
 
 def level_budgets(levels: Sequence[Level], max_size_gb: float | None) -> list[int]:
-    """Bytes of each level: its own size, all together at most *max_size_gb* GiB, cut from the slowest level up."""
+    """Bytes of each level: its own size; those in memory have at most *max_size_gb* GiB together."""
     default = DEFAULT_SIZE_GB if max_size_gb is None else max_size_gb
     left = float("inf") if max_size_gb is None else max_size_gb * GIB
     budgets = []
     for level in levels:
         wanted = (level.size_gb if level.size_gb is not None else default) * GIB
+        if isinstance(level, DiskBackend):
+            budgets.append(int(wanted))
+            continue
         budgets.append(int(min(wanted, left)))
         left -= budgets[-1]
     if min(budgets) <= 0:
@@ -58,16 +91,11 @@ def level_budgets(levels: Sequence[Level], max_size_gb: float | None) -> list[in
     return budgets
 
 
-def _store(level: Level) -> MemoryStore:
-    if isinstance(level, CPUBackend):
-        return MemoryStore(None, level.huge_pages)
-    return MemoryStore(level.device)
-
-
 def _names(levels: Sequence[Level]) -> list[str]:
+    kinds = {CPUBackend: "cpu", GPUBackend: "gpu", DiskBackend: "disk"}
     names: list[str] = []
     for level in levels:
-        kind = "cpu" if isinstance(level, CPUBackend) else "gpu"
+        kind = kinds[type(level)]
         same = sum(name.startswith(kind) for name in names)
         names.append(f"{kind}{same}" if same else kind)
     return names

@@ -39,8 +39,8 @@ class ManagerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     """How keys are made: ROLLING_HASH, SIMPLE_HASH or RAW."""
     lease_max_age_s: float = 600.0
     """A request that holds blocks longer than this loses its lease."""
-    io_threads: int = 1
-    """Threads that copy between tiers."""
+    io_threads: int = 0
+    """Threads that copy between tiers; 0: four where one is a disk, else one."""
 
     def __post_init__(self) -> None:
         if self.integrity not in ("off", "sample", "full"):
@@ -49,8 +49,8 @@ class ManagerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
             raise ConfigError(f"key_builder={self.key_builder!r}: use one of {', '.join(KEY_BUILDERS)}")
         if not self.lease_max_age_s > 0:
             raise ConfigError(f"lease_max_age_s={self.lease_max_age_s!r}: give seconds above 0")
-        if not isinstance(self.io_threads, int) or not 1 <= self.io_threads <= 64:
-            raise ConfigError(f"io_threads={self.io_threads!r}: use 1 to 64")
+        if not isinstance(self.io_threads, int) or not 0 <= self.io_threads <= 64:
+            raise ConfigError(f"io_threads={self.io_threads!r}: use 1 to 64, or 0 for what fits the backend")
 
 
 def parse_config(data: dict[str, Any]) -> ManagerConfig:

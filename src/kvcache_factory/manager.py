@@ -52,7 +52,7 @@ class CacheManager:
     lease_max_age_s:
         Seconds after which a request that never ended loses its hold on blocks.
     io_threads:
-        Threads that copy between tiers.
+        Threads that copy between tiers; 0: four where one is a disk, else one.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class CacheManager:
         integrity: Integrity = "off",
         key_builder: str = "ROLLING_HASH",
         lease_max_age_s: float = 600.0,
-        io_threads: int = 1,
+        io_threads: int = 0,
     ) -> None:
         backend = backend if backend is not None else CPUBackend()
         policy = eviction_policy if eviction_policy is not None else LRUEvictionPolicy()
@@ -166,11 +166,14 @@ class CacheManager:
         """
         return self._chain.drop_unshared(self._sessions.clear(session_id), "session_cleared")
 
-    def destroy_session(self, session_id: str) -> bool:
-        """End a session and drop the blocks that only it references; False when there is none.  Never raises."""
+    def destroy_session(self, session_id: str, purge: bool = False) -> bool:
+        """End a session and drop the blocks that only it references; False when there is none.  Never raises.
+
+        With *purge*, stores overwrite the bytes of these blocks, also of those that are being written now.
+        """
         try:
             known = session_id in self._sessions
-            self._chain.drop_unshared(self._sessions.destroy(session_id), "session_destroyed")
+            self._chain.drop_unshared(self._sessions.destroy(session_id), "session_destroyed", wipe=purge)
             return known
         except Exception as error:  # called from __del__ and at exit, where half of the world may be gone
             self._context.failed("destroy_session", error)
@@ -185,6 +188,11 @@ class CacheManager:
     def wait(self, timeout: float | None = None) -> bool:
         """Wait for background copies; False when *timeout* seconds were not enough."""
         return self._chain.wait(timeout)
+
+    def refresh(self) -> None:
+        """Learn now what other processes have stored in shared levels; look-ups also start this by themselves."""
+        if self._chain.is_open:
+            self._chain.refresh()
 
     def reset(self) -> None:
         """Drop every block and every session's references and history; session ids stay valid."""

@@ -49,13 +49,14 @@ class TierChain:
         self,
         tiers: Sequence[Tier],
         settings: FlowSettings,
+        roots: Roots,
         ledger: Ledger,
         clock: Callable[[], float],
         on_error: Callable[[Exception], None],
     ) -> None:
         assert tiers, "a chain needs a tier"
         self.tiers = list(tiers)
-        self.roots = Roots()
+        self.roots = roots
         self.flow = Flow(self.tiers, settings, self.roots, on_error)
         self.ledger = ledger
         self.mover = Mover()

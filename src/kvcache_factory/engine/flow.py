@@ -13,6 +13,7 @@ from ..memory.move import copy_slots
 from .fetch import Fetcher
 from .images import seal
 from .io import IOPool, Lane, Ticket
+from .lasting import LastingTier
 from .ledger import Event
 from .roots import Roots
 from .table import Rows
@@ -169,12 +170,12 @@ class Flow:
     def _write(self, source: Tier, chain: StoredChain, part: slice, target: Tier, rows: Rows) -> int:
         """Write the blocks *part* of *chain* to *rows* of the target; returns how many leading ones were."""
         source_rows = chain.rows[part]
-        if target.store.memory is not None:
+        if not isinstance(target, LastingTier):
             return target.store.write(rows, source.slots, source_rows, source.payload_offset)
         spec, transit = self.transit.spec, self.transit
         if source.payload_offset:  # slot images: sealed where they are
             seal(spec, source.slots.view, source_rows, chain, part)
-            return target.store.write(rows, source.slots, source_rows, 0)
+            return target.write_images(rows, source.slots, source_rows)
         written = 0
         while written < len(rows):
             slots = transit.take(len(rows) - written, wait=True)
@@ -183,7 +184,7 @@ class Flow:
                 sizes = (spec.payload_bytes, 0, spec.header_bytes)
                 copy_slots(source.slots, source_rows[some], transit.memory, slots, *sizes)
                 seal(spec, transit.memory.view, slots, chain, slice(part.start + some.start, part.start + some.stop))
-                done = target.store.write(rows[some], transit.memory, slots, 0)
+                done = target.write_images(rows[some], transit.memory, slots)
             finally:
                 transit.give_back(slots)
             written += done

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from ..block.spec import BlockSpec
 from ..policy.base import NO_HINT, EvictionPolicy, RequestHint
-from ..store.base import Entries, LastingStore
+from ..store.base import Entries, LastingStore, SlotMemory
 from .index import Index
 from .ledger import Event, Ledger
 from .roots import Roots
@@ -199,6 +199,10 @@ class LastingTier(Tier):
         keys = super().evict(count)
         self.settle()
         return keys
+
+    def write_images(self, rows: Rows, memory: SlotMemory, slots: Rows) -> int:
+        """Write sealed images from *slots* of host memory to *rows*; returns how many leading ones were written."""
+        return self.store.write(rows, memory, slots, 0, depths=self.index.depth[rows])
 
     def _clear_other_class(self) -> None:
         """Make room by emptying a segment of blocks of another size, if this process owns one and needs it."""
