@@ -56,7 +56,10 @@ class SlotFile:
 
         Raises OSError when not even the first is.
         """
-        return _transfer(_pwritev, self.fd, offset, buffers)
+        done = _transfer(_pwritev, self.fd, offset, buffers)
+        if buffers and not done:
+            raise OSError(errno.EIO, "the system wrote less than one block and gave no reason")
+        return done
 
     def read(self, offset: int, buffers: Sequence[memoryview]) -> int:
         """Fill *buffers* one after the other from *offset*; returns how many are whole, fewer at the end of the file.

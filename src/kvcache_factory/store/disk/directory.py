@@ -7,6 +7,8 @@ import errno
 import os
 import re
 import time
+import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -47,6 +49,30 @@ class Listing(msgspec.Struct):
         return sum(self.data.values()) + 2 * sum(self.logs.values())
 
 
+_HOLDERS: weakref.WeakSet[Holder] = weakref.WeakSet()
+
+
+class Holder(ABC):
+    """Something that holds a file lock as the sign that this process is alive."""
+
+    def __init__(self) -> None:
+        _HOLDERS.add(self)
+
+    @abstractmethod
+    def let_go(self) -> None:
+        """Close the locked file, and leave everything else; idempotent."""
+
+
+def _let_go_in_child() -> None:
+    """A forked child holds the same locks as its parent: close them, so that they end when the parent does."""
+    for holder in list(_HOLDERS):
+        holder.let_go()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_let_go_in_child)
+
+
 class Directory:
     """One directory of segments, shared by any number of processes of one machine."""
 
@@ -85,9 +111,8 @@ class Directory:
             )
 
     def _create(self) -> None:
-        if self._device is not None and os.stat(self.path.parent).st_dev != self._device:
-            # The file system was unmounted: its mount point is somebody else's disk.
-            raise FileNotFoundError(errno.ENOENT, "the file system is no longer mounted", str(self.path))
+        if self._device is not None:
+            self._see_that_it_is_mounted(self._device)
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self.path.mkdir(mode=0o700)
@@ -98,7 +123,13 @@ class Directory:
         names = os.listdir(self.path)
         if MARKER not in names and all(_OURS.fullmatch(name) for name in names):
             self._write_marker()
-        self._device = os.stat(self.path.parent).st_dev
+        self._device = os.stat(self.path).st_dev
+
+    def _see_that_it_is_mounted(self, device: int) -> None:
+        """A directory that comes back must be on the disk that it was on: a bare mount point is another's disk."""
+        where = self.path if self.path.exists() else self.path.parent
+        if where.stat().st_dev != device:
+            raise FileNotFoundError(errno.ENOENT, "the file system is no longer mounted", str(self.path))
 
     def _write_marker(self) -> None:
         temporary = self.path / f"{MARKER}.{os.getpid()}"
@@ -132,16 +163,26 @@ class Directory:
 
         Raises StoreError (reason ``busy``) when another process holds it for two seconds.
         """
-        fd = open_private(self.path / LOCK, os.O_CREAT | os.O_RDWR)
+        give_up = time.monotonic() + _LOCK_WAIT_S
+        while (fd := self._take_lock()) is None:
+            if time.monotonic() > give_up:
+                raise StoreError(f"another process keeps {self.path} locked", "busy")
+            time.sleep(0.005)
         try:
-            give_up = time.monotonic() + _LOCK_WAIT_S
-            while not try_lock(fd):
-                if time.monotonic() > give_up:
-                    raise StoreError(f"another process keeps {self.path} locked", "busy")
-                time.sleep(0.005)
             yield
         finally:
             os.close(fd)
+
+    def _take_lock(self) -> int | None:
+        fd = open_private(self.path / LOCK, os.O_CREAT | os.O_RDWR)
+        try:
+            if try_lock(fd) and is_still(fd, self.path / LOCK):
+                return fd
+        except BaseException:
+            os.close(fd)
+            raise
+        os.close(fd)
+        return None
 
     def list(self) -> Listing:
         """What is there now; raises OSError."""
@@ -186,6 +227,14 @@ def open_private(path: Path, flags: int) -> int:
         with contextlib.suppress(PermissionError):
             os.fchmod(fd, 0o600)
     return fd
+
+
+def is_still(fd: int, path: Path) -> bool:
+    """Whether *path* still names the file that is open: a lock on one that was replaced is worth nothing."""
+    try:
+        return path.stat().st_ino == os.fstat(fd).st_ino
+    except FileNotFoundError:
+        return False
 
 
 def try_lock(fd: int) -> bool:

@@ -1,4 +1,4 @@
-"""What went wrong, counted by reason, and a pause after it: a disk that fails is not asked again for a second."""
+"""What went wrong, counted by reason, and pauses: what has failed is not tried again for a second."""
 
 from __future__ import annotations
 
@@ -13,14 +13,16 @@ RETRY_S = 1.0
 
 
 class Health:
-    """Reasons counted, and whether writing is worth trying now; safe across threads."""
+    """Reasons counted, and one pause each for writing blocks and for making segments; safe across threads.
+
+    They pause apart: on a full disk, blocks that leave still make room in the segments that there are.
+    """
 
     def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
         self._lock = threading.Lock()
-        self._again_at = 0.0
-        self._error: StoreError | None = None
         self.reasons: Counter[str] = Counter()
+        self.writing = Pause(clock)
+        self.growing = Pause(clock)
 
     def count(self, reason: str, times: int = 1) -> None:
         """Count *times* events under *reason*."""
@@ -28,23 +30,29 @@ class Health:
             with self._lock:
                 self.reasons[reason] += times
 
-    def failed(self, what: str, error: OSError | StoreError) -> StoreError:
-        """Count a failure of writing and begin the pause; returns the error to raise."""
-        typed = error if isinstance(error, StoreError) else StoreError(f"{what}: {error}", reason_of(error))
+    def failed(self, what: str, error: Exception) -> StoreError:
+        """Count a failure; returns it as the error to raise."""
+        if isinstance(error, StoreError):
+            typed = error
+        else:
+            typed = StoreError(f"{what}: {error}", reason_of(error) if isinstance(error, OSError) else "failed")
         self.count(typed.reason)
-        with self._lock:
-            self._error, self._again_at = typed, self._clock() + RETRY_S
         return typed
 
-    def check(self) -> None:
-        """Raise the last failure of writing again while its pause lasts."""
-        error = self.pausing()
-        if error is not None:
-            raise StoreError(str(error), error.reason)
 
-    def pausing(self) -> StoreError | None:
-        """The failure whose pause lasts, or None."""
-        with self._lock:
-            if self._error is not None and self._clock() >= self._again_at:
-                self._error = None
-            return self._error
+class Pause:
+    """The last failure of one kind of work, for as long as that work is not worth trying again."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._last: tuple[StoreError, float] | None = None
+
+    def begin(self, error: StoreError) -> None:
+        """Try again a second from now."""
+        self._last = error, self._clock() + RETRY_S
+
+    @property
+    def error(self) -> StoreError | None:
+        """Why not to try now, or None."""
+        last = self._last
+        return StoreError(str(last[0]), last[0].reason) if last is not None and self._clock() < last[1] else None

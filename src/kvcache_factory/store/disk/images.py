@@ -32,17 +32,12 @@ class Images:
         """*count* images from number *start* on, the first *size* bytes of each."""
         return [memoryview(self._bytes[slot])[:size] for slot in self._slots[start : start + count].tolist()]
 
-    def headers(self, count: int) -> npt.NDArray[np.uint8]:
-        """Copies of the first bytes of the leading *count* images, as far as a log tells of them."""
-        return self._bytes[self._slots[:count], : _LAYOUT.stop]
+    def headers(self, part: slice) -> npt.NDArray[np.uint8]:
+        """Copies of the first bytes of some images, as far as a log tells of them."""
+        return self._bytes[self._slots[part], : _LAYOUT.stop]
 
 
-def describe(
-    headers: npt.NDArray[np.uint8],
-    slots: npt.NDArray[np.int64],
-    now_ns: int,
-    depths: npt.NDArray[np.int32] | None,
-) -> log.Records:
+def describe(headers: npt.NDArray[np.uint8], slots: npt.NDArray[np.int64], now_ns: int) -> log.Records:
     """PUT records for images, of which *headers* are the first bytes, that rest in *slots* now."""
     records = log.make(log.Kind.PUT, slots)
     records["fidelity"] = headers[:, _FIDELITY.start]
@@ -54,7 +49,7 @@ def describe(
     for layout, number in LAYOUT_NUMBERS.items():
         records["layout"][names == layout.value.encode()] = number
     records["time_ns"] = now_ns
-    records["depth"] = -1 if depths is None else depths
+    records["depth"] = -1
     return records
 
 

@@ -8,9 +8,8 @@ from collections.abc import Callable, Iterable
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
-from ...errors import FormatError
+from ...errors import ConfigError, FormatError, StoreError
 from . import log, segment
 from .directory import Directory
 from .health import Health
@@ -36,6 +35,13 @@ class SizeClass(msgspec.Struct, frozen=True):
     def bytes(self) -> int:
         """Bytes of one segment, as they count against the budget."""
         return self.slots * self.slot_bytes + 2 * self.header(0, 0).file_bytes
+
+    def refusal(self, budget: int) -> str:
+        """Why *budget* bytes are too few."""
+        return (
+            f"a disk tier of {budget:,} bytes has no room for one segment of {self.slots} blocks; "
+            f"give it at least {self.bytes:,} bytes ({self.bytes / 2**30:.3f} GiB), or smaller segments"
+        )
 
     def header(self, number: int, now_ns: int) -> log.LogHeader:
         """The header of the log of a new segment."""
@@ -68,6 +74,7 @@ class Pool:
         self._now_ns = now
         self._files_lock = threading.Lock()
         self._refused: set[int] = set()
+        self._starved = False
         with directory.locked():
             self.presence = Presence(directory)
             directory.sweep()
@@ -132,7 +139,7 @@ class Pool:
             one.state[:] = segment.BAD
             one.num_free = 0
         seen.gone.append((one, used))
-        one.close()
+        one.let_go()
 
     def lose_all(self) -> Seen:
         """The directory itself is gone: so is everything in it."""
@@ -158,20 +165,42 @@ class Pool:
         """This process's segments of the size that it writes."""
         return [s for s in self.own() if s.slot_bytes == self.size.slot_bytes]
 
+    def of_other_sizes(self) -> list[Segment]:
+        """This process's segments of blocks of another size than it writes."""
+        return [s for s in self.own() if s.slot_bytes != self.size.slot_bytes]
+
     @property
     def may_grow(self) -> int:
         """How many segments the budget has room for, as of the last look."""
         return max(0, (self.budget - self.used_bytes) // self.size.bytes)
 
     def grow(self) -> bool:
-        """Make one more segment if the budget allows it.  Raises StoreError when the disk does not."""
-        with self._files_lock, self.directory.locked():
-            return self._grow()
+        """Make one more segment; False when the budget does not allow it, or the disk does not."""
+        if not self.may_grow or self.health.growing.error is not None:
+            self._starved = True
+            return False
+        try:
+            with self._files_lock:
+                self._come_back()
+                with self.directory.locked():
+                    return self._grow()
+        except (OSError, StoreError, ConfigError) as error:
+            self.health.growing.begin(self.health.failed(f"cannot make a segment in {self.directory.path}", error))
+            return False
+
+    def _come_back(self) -> None:
+        """Where the directory was removed, or replaced by another, begin anew in what is there."""
+        if not self.presence.is_there():
+            self.directory.prepare()
+            self.presence.let_go()
+            with self.directory.locked():
+                self.presence = Presence(self.directory)
 
     def _grow(self) -> bool:
         self.directory.sweep()
         self.used_bytes = self.directory.list().used_bytes
-        if not self.may_grow:
+        self._starved = not self.may_grow
+        if self._starved:
             return False
         one = segment.create(self.directory, self.size.header(self._unused_number(), self._now_ns()))
         with self.lock:
@@ -225,7 +254,7 @@ class Pool:
         return self.budget // (1 + len(self.others))
 
     def _wants_room(self) -> bool:
-        return not self.may_grow and self.owned_bytes + self.size.bytes <= self.fair_share
+        return self._starved and not self.may_grow and self.owned_bytes + self.size.bytes <= self.fair_share
 
     def must_yield(self) -> bool:
         """Whether to give a segment up: the budget is exceeded, or we have more than our share and another needs it."""
@@ -234,12 +263,23 @@ class Pool:
             return owned > 0
         return owned > max(self.fair_share, self.size.bytes) and any(p.wants_room for p in self.others)
 
+    def choose_leaving(self) -> Segment | None:
+        """The own segment to empty, the one with the oldest blocks, which takes no new ones; None to keep all."""
+        own = self.own()
+        if not own or not self.must_yield():
+            for one in own:
+                one.leaving = False
+            return None
+        coldest = min(own, key=lambda s: (not s.leaving, s.mean_time_ns))
+        coldest.leaving = True
+        return coldest
+
     # -- slots --------------------------------------------------------------------------------------------------------
 
     def room(self) -> int:
         """Blocks that can be placed without freeing any."""
         free = sum(s.num_free for s in self.ours() if not s.leaving)
-        return free + (0 if self.health.pausing() else self.may_grow * self.size.slots)
+        return free + (0 if self.health.growing.error else self.may_grow * self.size.slots)
 
     def take(self, count: int) -> tuple[Segment, SlotNumbers] | None:
         """Take up to *count* free slots of one segment, growing where that is needed and allowed.
@@ -253,27 +293,25 @@ class Pool:
                     enough = [s for s in free if s.num_free >= count]
                     one = enough[0] if enough else max(free, key=lambda s: s.num_free)
                     return one, one.take(count)
-            if not self.may_grow or not self.grow():
+            if not self.grow():
                 return None
+
+    def stats(self) -> dict[str, int]:
+        """Counts and bytes of segments."""
+        return {
+            "budget_bytes": self.budget,
+            "used_bytes": self.used_bytes,
+            "owned_bytes": self.owned_bytes,
+            "segments": len(self.segments),
+            "owned_segments": len(self.own()),
+            "used_slots": sum(s.num_used for s in list(self.segments.values())),
+            "free_slots": sum(s.num_free for s in self.ours()),
+        }
 
     def close(self) -> None:
         """Let go of everything; idempotent."""
         with self.lock:
             segments, self.segments = list(self.segments.values()), {}
         for one in segments:
-            one.close()
+            one.let_go()
         self.presence.close()
-
-
-def places(number: int, slots: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Places of *slots* of one segment."""
-    return (np.int64(number) << 32) | slots
-
-
-def budget_error(budget: int, size: SizeClass) -> str:
-    """Why a budget is too small."""
-    gib = size.bytes / 2**30
-    return (
-        f"a disk tier of {budget:,} bytes has no room for one segment of {size.slots} blocks, {size.bytes:,} bytes; "
-        f"give it at least {gib:.3f} GiB, or smaller segments"
-    )

@@ -11,7 +11,7 @@ import msgspec
 import xxhash
 
 from ...errors import StoreError
-from .directory import Directory, open_private, try_lock
+from .directory import Directory, Holder, is_still, open_private, try_lock
 
 _RECORD = struct.Struct("<8s I I Q Q")
 _MAGIC = b"KVCFPROC"
@@ -25,10 +25,12 @@ class Process(msgspec.Struct, frozen=True):
     owned_bytes: int
 
 
-class Presence:
+class Presence(Holder):
     """This process's file, locked for as long as the process lives; make it under the directory's lock."""
 
     def __init__(self, directory: Directory) -> None:
+        super().__init__()
+        self._fd = -1
         self._directory = directory
         self.name = f"process-{os.getpid()}-{secrets.token_hex(4)}"
         self._written = b""
@@ -47,14 +49,16 @@ class Presence:
 
     def close(self) -> None:
         """Leave; idempotent."""
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
+        if self.is_there():
             with contextlib.suppress(OSError):
                 (self._directory.path / self.name).unlink()
-            os.close(fd)
+        self.let_go()
 
-    def let_go_in_child(self) -> None:
-        """Close the file in a forked child, which is not the process that the file speaks of."""
+    def is_there(self) -> bool:
+        """Whether the file is still in the directory; if not, the directory is no longer the one that we opened."""
+        return self._fd >= 0 and is_still(self._fd, self._directory.path / self.name)
+
+    def let_go(self) -> None:
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)

@@ -8,9 +8,11 @@ store's lock; methods that touch columns expect it to be held.
 from __future__ import annotations
 
 import contextlib
+import errno
+import itertools
 import os
 import threading
-import weakref
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -19,14 +21,13 @@ import numpy.typing as npt
 
 from ...errors import FormatError
 from . import log
-from .aio import allocate
-from .directory import Directory, open_private, try_lock, unfinished_log
+from .aio import SlotFile, allocate
+from .directory import Directory, Holder, is_still, open_private, try_lock, unfinished_log
 
 FREE, USED, BUSY, DRAINING, BAD = 0, 1, 2, 3, 4
 """States of a slot: free, holds a block, being written, freed but still being read, not to be used in this run."""
 
 SlotNumbers = npt.NDArray[np.int64]
-_OWNED: weakref.WeakSet[Segment] = weakref.WeakSet()
 
 
 class Poll(msgspec.Struct, frozen=True):
@@ -37,10 +38,11 @@ class Poll(msgspec.Struct, frozen=True):
     adopted: bool
 
 
-class Segment:
+class Segment(Holder):
     """A segment of this process, or another's as seen from here; made by :func:`create` and :func:`attach`."""
 
     def __init__(self, directory: Directory, header: log.LogHeader, data_bytes: int) -> None:
+        super().__init__()
         self._fd = -1
         self.directory = directory
         self.header = header
@@ -72,7 +74,7 @@ class Segment:
         fd, can_write = _open_log(path)
         try:
             status = os.fstat(fd)
-            mine = can_write and try_lock(fd) and path.stat().st_ino == status.st_ino
+            mine = can_write and try_lock(fd) and is_still(fd, path)
             whole = status.st_ino != self._inode
             tail = log.read_from(fd, self.number, 0 if whole else self._position, status.st_size)
             self._inode, self._position = status.st_ino, tail.position
@@ -86,7 +88,6 @@ class Segment:
 
     def _become_owner(self, fd: int) -> None:
         self._fd, self.owned = fd, True
-        _OWNED.add(self)
         unfinished_log(self.directory.log_path(self.number)).unlink(missing_ok=True)
         with contextlib.suppress(OSError):  # says who it is to those who look; nothing depends on it
             self.append(_owner_record())
@@ -105,14 +106,29 @@ class Segment:
         size = os.fstat(self._fd).st_size
         records = log.live(log.read_from(self._fd, self.number, 0, size).records, self.slots)
         path = self.directory.log_path(self.number)
-        fd = _write_log(unfinished_log(path), self.header, np.concatenate((_owner_record(), records)))
-        try:
-            unfinished_log(path).replace(path)
-        except BaseException:
-            os.close(fd)
-            raise
+        fd = _write_log(path, self.header, np.concatenate((_owner_record(), records)))
         os.close(self._fd)
         self._fd, self._inode, self._position = fd, os.fstat(fd).st_ino, len(records) + 1
+
+    def move(self, slots: SlotNumbers, images: Sequence[memoryview], *, write: bool, direct: bool) -> int:
+        """Write *images* to *slots* or read them from there, neighbours in one call.
+
+        Returns how many of the leading images were moved; raises OSError when the first could not be.
+        """
+        done = 0
+        with SlotFile(self.directory.data_path(self.number), write=write, direct=direct) as file:
+            call = file.write if write else file.read
+            for first, last in _runs(slots):
+                try:
+                    count = call(int(slots[first]) * self.slot_bytes, images[first:last])
+                except OSError:
+                    if not done:
+                        raise
+                    break
+                done += count
+                if count < last - first:
+                    break
+        return done
 
     def sync(self) -> None:
         """Wait until the data is on the disk; raises OSError."""
@@ -126,17 +142,16 @@ class Segment:
         """Remove an own segment's files; hold the directory's lock.  The log goes first: without it, data is litter."""
         self.directory.log_path(self.number).unlink(missing_ok=True)
         self.directory.data_path(self.number).unlink(missing_ok=True)
-        self.close()
+        self.let_go()
 
-    def close(self) -> None:
-        """Let go of the segment; idempotent."""
+    def let_go(self) -> None:
         fd, self._fd = self._fd, -1
         self.owned = False
         if fd >= 0:
             os.close(fd)
 
     def __del__(self) -> None:
-        self.close()
+        self.let_go()
 
     # -- columns ------------------------------------------------------------------------------------------------------
 
@@ -185,6 +200,10 @@ class Segment:
         self.state[slots[~reading]] = FREE
         self.num_free += int(np.count_nonzero(~reading))
 
+    def begin_read(self, slots: SlotNumbers) -> None:
+        """Count one reader more for each of *slots* (no slot twice)."""
+        self.readers[slots] += 1
+
     def end_read(self, slots: SlotNumbers) -> None:
         """Count one reader less for each of *slots* (no slot twice)."""
         self.readers[slots] -= 1
@@ -219,17 +238,14 @@ def create(directory: Directory, header: log.LogHeader) -> Segment:
             allocate(fd, size)
         finally:
             os.close(fd)
-        log_fd = _write_log(unfinished_log(path), header, _owner_record())
-        unfinished_log(path).replace(path)
+        log_fd = _write_log(path, header, _owner_record())
     except BaseException:
-        for file in (data, unfinished_log(path)):
-            with contextlib.suppress(OSError):
-                file.unlink()
+        with contextlib.suppress(OSError):
+            data.unlink()
         raise
     segment = Segment(directory, header, size)
     segment._fd, segment._inode, segment._position = log_fd, os.fstat(log_fd).st_ino, 1
     segment.owned = True
-    _OWNED.add(segment)
     return segment
 
 
@@ -240,7 +256,7 @@ def attach(directory: Directory, number: int) -> Segment:
         header = log.LogHeader.unpack(os.pread(fd, log.HEADER_BYTES, 0))
     finally:
         os.close(fd)
-    if header.number != number:
+    if header.number != number or not 0 < number < 2**31:
         raise FormatError(f"the log of segment {number:08x} was written for {header.number:08x}: a copy")
     return Segment(directory, header, directory.data_path(number).stat().st_size)
 
@@ -255,15 +271,22 @@ def _open_log(path: Path) -> tuple[int, bool]:
 
 
 def _write_log(path: Path, header: log.LogHeader, records: log.Records) -> int:
-    """Write a whole log, take its lock and return it open; space for all its records is allocated now."""
-    fd = open_private(path, os.O_CREAT | os.O_TRUNC | os.O_RDWR)
+    """Put a whole log in the place of *path*, locked from its first moment, and return it open; raises OSError.
+
+    Space for all records that it may ever hold is allocated now: a full disk must not keep a block from being freed.
+    """
+    unfinished = unfinished_log(path)
+    fd = open_private(unfinished, os.O_CREAT | os.O_TRUNC | os.O_RDWR)
     try:
         allocate(fd, header.file_bytes)
         _write_all(fd, header.pack() + log.seal(records, header.number).tobytes(), 0)
         if not try_lock(fd):
-            raise BlockingIOError(f"{path} is locked by somebody else")
+            raise BlockingIOError(errno.EWOULDBLOCK, "the new log is locked by somebody else", str(unfinished))
+        unfinished.replace(path)
     except BaseException:
         os.close(fd)
+        with contextlib.suppress(OSError):
+            unfinished.unlink()
         raise
     return fd
 
@@ -281,11 +304,7 @@ def _owner_record() -> log.Records:
     return record
 
 
-def _let_go_in_child() -> None:
-    """A forked child holds the same locks as its parent: close them, so that they end with the parent."""
-    for segment in list(_OWNED):
-        segment.close()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_let_go_in_child)
+def _runs(slots: SlotNumbers) -> Iterator[tuple[int, int]]:
+    """Bounds of the runs of neighbours in *slots*."""
+    cuts = np.flatnonzero(np.diff(slots) != 1) + 1
+    return ((a, b) for a, b in itertools.pairwise([0, *cuts.tolist(), len(slots)]) if b > a)

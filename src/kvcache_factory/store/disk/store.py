@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 import numpy as np
@@ -16,23 +15,25 @@ from ...block.spec import BlockSpec, round_up
 from ...errors import CapacityError, ConfigError, StoreError
 from ..base import Changes, Entries, LastingStore, Mask, Places, SlotMemory, Slots
 from . import log, segment
-from .aio import SlotFile, probe_direct, reason_of
+from .aio import probe_direct, reason_of
 from .directory import Directory
+from .entries import joined, rows_gone, rows_in, to_entries
 from .health import Health
 from .images import Images, describe, zeros
-from .pool import Pool, Seen, SizeClass, budget_error, places
+from .pool import Pool, Seen, SizeClass
+from .rows import NOWHERE, PlaceColumn, by_segment, in_order, places, segments_of, slots_of
 from .segment import Segment, SlotNumbers
 
 SEGMENT_BYTES = 256 << 20
 _MOST_SEGMENTS = 512
-NOWHERE = -1
+Depths = npt.NDArray[np.int32]
 
 
 class DiskStore(LastingStore):
     """Blocks in a directory of the local disk.
 
     Any number of processes of one machine use the directory at once: each writes its own segments, reads all, and
-    takes over those of a process that has died.
+    takes over those of a process that has died.  All methods are safe across threads once the store is open.
 
     Parameters
     ----------
@@ -70,14 +71,14 @@ class DiskStore(LastingStore):
         self._pool: Pool | None = None
         self._spec: BlockSpec | None = None
         self._use_direct = False
-        self._places: Places = np.empty(0, np.int64)
+        self._rows = PlaceColumn(0)
         self._look_lock = threading.Lock()
         self._zeros = memoryview(b"")
 
     # -- opening ------------------------------------------------------------------------------------------------------
 
     def open(self, spec: BlockSpec, slots: int) -> None:
-        """Use the directory for blocks of *spec*, of which the index has *slots* rows.
+        """Use the directory for blocks of *spec*; *slots* is a guess at the rows of the index, which may become more.
 
         Raises CapacityError for a budget below one segment, ConfigError for a directory that cannot be used, StoreError
         when the disk fails.
@@ -85,26 +86,21 @@ class DiskStore(LastingStore):
         assert self._pool is None, "the store is open"
         size = self._size_class(spec)
         if self.budget_bytes < size.bytes:
-            raise CapacityError(budget_error(self.budget_bytes, size))
+            raise CapacityError(size.refusal(self.budget_bytes))
         self.directory.prepare()
-        health = Health(self._clock)
         try:
-            pool = Pool(self.directory, size, self.budget_bytes, health, self._now_ns)
+            pool = Pool(self.directory, size, self.budget_bytes, Health(self._clock), self._now_ns)
         except OSError as error:
             raise self.directory.refusal(error) from error
         probe = f"kvcache-factory.probe-{pool.presence.name}"
         self._use_direct = self.direct == "auto" and probe_direct(self.directory.path, probe)
-        self._places = np.full(slots, NOWHERE, np.int64)
+        self._rows = PlaceColumn(slots)
         self._zeros = zeros(size.slot_bytes)
         self._spec, self._pool = spec, pool
 
     def _size_class(self, spec: BlockSpec) -> SizeClass:
         nominal = max(self.segment_bytes, round_up(self.budget_bytes // _MOST_SEGMENTS, 1 << 20))
         return SizeClass.within(spec.slot_bytes, spec.block_tokens, nominal)
-
-    def smallest_budget(self, spec: BlockSpec) -> int:
-        """Bytes of the smallest budget that works for *spec*."""
-        return SizeClass.within(spec.slot_bytes, spec.block_tokens, self.segment_bytes).bytes
 
     def slot_bytes(self, spec: BlockSpec) -> int:
         return spec.slot_bytes
@@ -125,84 +121,62 @@ class DiskStore(LastingStore):
     # -- what is there ------------------------------------------------------------------------------------------------
 
     def scan(self) -> Entries:
-        """Take over what dead processes left, and return everything that is there; more than the budget is removed."""
-        changes = self.refresh()
-        pool = self._open
-        if pool.used_bytes <= pool.budget or not pool.shrink():
-            return changes.fresh
-        kept = np.isin(changes.fresh.places >> 32, list(pool.segments))
-        return Entries(*(getattr(changes.fresh, name)[kept] for name in Entries.__struct_fields__))
+        """Take over what dead processes left, and return everything that is there.
+
+        Where that is more than the budget, whole segments are removed first, those with the oldest blocks.
+        """
+        fresh, pool = self.refresh().fresh, self._open
+        try:
+            removed = pool.shrink() if pool.used_bytes > pool.budget else 0
+        except (OSError, StoreError) as error:
+            pool.health.failed(f"cannot remove a segment of {self.directory.path}", error)
+            removed = 1
+        if not removed:
+            return fresh
+        kept = np.isin(segments_of(fresh.places), list(pool.segments))
+        return Entries(*(getattr(fresh, name)[kept] for name in Entries.__struct_fields__))
 
     def bind(self, rows: Slots, places: Places) -> Mask:
         assert len(rows) == len(places)
         pool = self._open
         bound = np.zeros(len(rows), np.bool_)
-        unwanted: list[tuple[Segment, SlotNumbers]] = []
-        for one, at, slots in self._by_segment(places):
+        for one, at, slots in self._segments(places):
             with pool.lock:
-                self._make_rows(rows[at])
                 here = (one.state[slots] == segment.USED) & (one.rows[slots] < 0)
                 keep = here & (rows[at] >= 0)
                 one.rows[slots[keep]] = rows[at[keep]]
-                self._places[rows[at[keep]]] = places[at[keep]]
+                self._rows.set(rows[at[keep]], places[at[keep]])
                 bound[at[keep]] = True
-                drop = slots[here & ~keep]
-                if one.owned and len(drop):
-                    one.state[drop] = segment.BUSY
-                    unwanted.append((one, drop))
-        for one, drop in unwanted:
-            self._give_back(one, drop)
+                unwanted = slots[here & ~keep]
+                if one.owned:
+                    one.state[unwanted] = segment.BUSY
+            if one.owned and len(unwanted):
+                self._give_back(one, unwanted, segment.FREE)
         return bound
 
     def refresh(self) -> Changes:
-        """See the contract; while the directory cannot be read, every row is still where it was."""
+        """See the contract.  While the directory cannot be read, every row is still where it was; one that is no longer
+        there has taken all rows with it, those of our own included.
+        """
         pool = self._open
         with self._look_lock:
             try:
                 seen = pool.look()
             except OSError as error:
-                seen = self._look_failed(pool, error)
-            adopted = [one.rows[one.rows >= 0] for one in seen.adopted]
-            return Changes(self._rows_gone(pool, seen), _joined(adopted), self._entries(seen))
-
-    def _look_failed(self, pool: Pool, error: OSError) -> Seen:
-        pool.health.failed(f"cannot look at {self.directory.path}", error)
-        return pool.lose_all() if reason_of(error) == "gone" else Seen([], [], [])
-
-    def _rows_gone(self, pool: Pool, seen: Seen) -> Slots:
-        gone = []
-        with pool.lock:
-            for one, slots in seen.gone:
-                rows = one.rows[slots]
-                one.rows[slots] = -1
-                rows = rows[rows >= 0]
-                self._places[rows] = NOWHERE
-                gone.append(rows)
-        return _joined(gone)
-
-    def _entries(self, seen: Seen) -> Entries:
-        records = np.concatenate([r for _, r in seen.fresh]) if seen.fresh else np.empty(0, log.RECORD)
-        at = [places(one.number, r["slot"].astype(np.int64)) for one, r in seen.fresh]
-        owned = [np.full(len(r), one.owned) for one, r in seen.fresh]
-        return Entries(
-            keys=np.ascontiguousarray(records["key"]),
-            parents=np.ascontiguousarray(records["parent"]),
-            identities=np.ascontiguousarray(records["identity"]),
-            extras=np.ascontiguousarray(records["extras"]),
-            depth=np.ascontiguousarray(records["depth"]),
-            time_ns=np.ascontiguousarray(records["time_ns"]),
-            fidelity=np.ascontiguousarray(records["fidelity"]),
-            layout=np.ascontiguousarray(records["layout"]),
-            owned=np.concatenate(owned) if owned else np.empty(0, np.bool_),
-            places=np.concatenate(at) if at else np.empty(0, np.int64),
-        )
+                pool.health.failed(f"cannot look at {self.directory.path}", error)
+                seen = pool.lose_all() if reason_of(error) == "gone" else Seen([], [], [])
+            with pool.lock:
+                gone = rows_gone(seen)
+                self._rows.clear(gone)
+                adopted = joined([one.rows[one.rows >= 0] for one in seen.adopted])
+            return Changes(gone, adopted, to_entries(seen))
 
     def present(self, rows: Slots) -> Mask:
-        found: Mask = self._places_of(rows) != NOWHERE
+        found: Mask = self._rows.of(rows) != NOWHERE
         return found
 
     def owned(self, rows: Slots) -> Mask:
-        return np.isin(self._places_of(rows) >> 32, [one.number for one in self._open.own()])
+        return np.isin(segments_of(self._rows.of(rows)), [one.number for one in self._open.own()])
 
     def room(self) -> int:
         return self._open.room()
@@ -216,45 +190,52 @@ class DiskStore(LastingStore):
         source_slots: Slots,
         source_offset: int,
         *,
-        depths: npt.NDArray[np.int32] | None = None,
+        depths: Depths | None = None,
     ) -> int:
-        """Write whole images, header included, data first and then the log; *depths* are hints for those who scan.
+        """See the contract: data first and then the log, so that a record never speaks of what is not there yet.
 
-        Returns how many of the leading rows were written; StoreError, with a reason, when none was (``full``: nothing
-        free and no budget).
+        After a failure other than ``full``, the same error is raised at once for a second.
         """
         pool = self._open
-        if not len(slots):
-            return 0
-        pool.health.check()
-        done = 0
+        if pool.health.writing.error is not None:
+            raise pool.health.writing.error
+        images, done = Images(source, source_slots, source_offset), 0
         while done < len(slots):
             try:
-                images = Images(source, source_slots[done:], source_offset)
-                count = self._write_part(pool, slots[done:], images, _part(depths, done))
-            except (OSError, StoreError) as error:
+                count = self._write_part(pool, slots, images, depths, done)
+            except OSError as error:
                 failure = pool.health.failed(f"cannot write to {self.directory.path}", error)
-                if done:
-                    break
-                raise failure from error
+                pool.health.writing.begin(failure)
+                if not done:
+                    raise failure from error
+                break
             if not count:
                 break
             done += count
-        if not done:
-            pool.health.count("full")
-            raise StoreError(f"{self.directory.path} is full: nothing is free, and the budget is used up", "full")
+        if len(slots) and not done:
+            raise self._full(pool)
         return done
 
-    def _write_part(self, pool: Pool, rows: Slots, images: Images, depths: npt.NDArray[np.int32] | None) -> int:
-        """Write to one segment; returns how many rows were, 0 when nothing is free."""
-        taken = pool.take(len(rows))
+    def _full(self, pool: Pool) -> StoreError:
+        why = pool.health.growing.error
+        if why is not None:
+            return why
+        pool.health.count("full")
+        return StoreError(f"{self.directory.path} is full: nothing is free, and the budget is used up", "full")
+
+    def _write_part(self, pool: Pool, rows: Slots, images: Images, depths: Depths | None, start: int) -> int:
+        """Write the rows from number *start* on to one segment; returns how many were, 0 when nothing is free."""
+        taken = pool.take(len(rows) - start)
         if taken is None:
             return 0
         one, slots = taken
-        done = 0
         try:
-            done = self._move(one, slots, images.views(0, len(slots), one.slot_bytes), write=True)
-            records = describe(images.headers(done), slots[:done], self._now_ns(), _part(depths, 0, done))
+            views = images.views(start, len(slots), one.slot_bytes)
+            done = one.move(slots, views, write=True, direct=self._use_direct)
+            part = slice(start, start + done)
+            records = describe(images.headers(part), slots[:done], self._now_ns())
+            if depths is not None:
+                records["depth"] = depths[part]
             one.append(records)
         except OSError as error:
             with pool.lock:
@@ -264,11 +245,9 @@ class DiskStore(LastingStore):
             raise
         with pool.lock:
             one.release(slots[done:])
-            self._make_rows(rows[:done])
-            before = self._places[rows[:done]]
-            one.fill(slots[:done], rows[:done], records)
-            self._places[rows[:done]] = places(one.number, slots[:done])
-        self._free_places(before[before != NOWHERE])
+            one.fill(slots[:done], rows[part], records)
+            before = self._rows.set(rows[part], places(one.number, slots[:done]))
+        self._let_go(before[before != NOWHERE])
         return done
 
     def read(self, slots: Slots, target: SlotMemory, target_slots: Slots, target_offset: int) -> int:
@@ -276,13 +255,13 @@ class DiskStore(LastingStore):
 
         Returns how many of the leading rows were read: fewer at a row that has no place any more or cannot be read.
         """
-        pool = self._open
-        images = Images(target, target_slots, target_offset)
-        runs = self._begin_read(pool, slots, target.slot_bytes - target_offset)
+        pool, images = self._open, Images(target, target_slots, target_offset)
+        parts = self._begin_read(pool, slots, target.slot_bytes - target_offset)
         done = 0
         try:
-            for one, at in runs:
-                count = self._move(one, at, images.views(done, len(at), one.slot_bytes), write=False)
+            for one, at in parts:
+                views = images.views(done, len(at), one.slot_bytes)
+                count = one.move(at, views, write=False, direct=self._use_direct)
                 done += count
                 if count < len(at):
                     pool.health.count("short_read")
@@ -291,104 +270,65 @@ class DiskStore(LastingStore):
             pool.health.count(reason_of(error))
         finally:
             with pool.lock:
-                for one, at in runs:
+                for one, at in parts:
                     one.end_read(at)
         return done
 
     def _begin_read(self, pool: Pool, rows: Slots, slot_bytes: int) -> list[tuple[Segment, SlotNumbers]]:
-        """The leading rows that have a place, as runs of one segment each; their slots are not reused meanwhile."""
+        """The leading rows that have a place, cut where the segment changes; their slots are not reused meanwhile."""
+        parts = []
         with pool.lock:
-            at = self._places_of(rows)
-            at = at[: int((at == NOWHERE).argmax())] if (at == NOWHERE).any() else at
-            runs = []
-            numbers = at >> 32
-            cuts = np.flatnonzero(numbers[1:] != numbers[:-1]) + 1
-            for part in np.split(at, cuts) if len(at) else []:
-                one = pool.segments.get(int(part[0] >> 32))
+            at = self._rows.of(rows)
+            lost = at == NOWHERE
+            for part in in_order(at[: int(lost.argmax())] if lost.any() else at):
+                one = pool.segments.get(int(segments_of(part[:1])[0]))
                 if one is None or one.slot_bytes > slot_bytes:
                     break
-                slots = part & 0xFFFFFFFF
-                np.add.at(one.readers, slots, 1)
-                runs.append((one, slots))
-            return runs
-
-    def _move(self, one: Segment, slots: SlotNumbers, images: Sequence[memoryview], *, write: bool) -> int:
-        """Move images to or from *slots*, neighbours in one call; leading images moved.  OSError when none was."""
-        path = self.directory.data_path(one.number)
-        done = 0
-        with SlotFile(path, write=write, direct=self._use_direct) as file:
-            call = file.write if write else file.read
-            for first, last in _runs(slots):
-                try:
-                    count = call(int(slots[first]) * one.slot_bytes, images[first:last])
-                except OSError:
-                    if not done:
-                        raise
-                    break
-                done += count
-                if count < last - first:
-                    break
-        return done
+                one.begin_read(slots_of(part))
+                parts.append((one, slots_of(part)))
+        return parts
 
     # -- letting go ---------------------------------------------------------------------------------------------------
 
     def free(self, rows: Slots) -> None:
-        self._free_places(self._forget(rows))
+        self._let_go(self._forget(rows))
 
     def erase(self, rows: Slots) -> int:
         """See the contract.  Blocks of live other processes cannot be overwritten: they are forgotten here."""
         pool, at = self._open, self._forget(rows)
         erased = 0
-        for one, _, slots in self._by_segment(at):
+        for one, _, slots in self._segments(at):
             if one.owned:
                 try:
-                    count = self._move(one, slots, [self._zeros[: one.slot_bytes]] * len(slots), write=True)
+                    blanks = [self._zeros[: one.slot_bytes]] * len(slots)
+                    erased += one.move(slots, blanks, write=True, direct=self._use_direct)
                     one.sync()
-                    erased += count
                 except OSError as error:
                     pool.health.failed(f"cannot erase blocks in {self.directory.path}", error)
-        self._free_places(at)
+        self._let_go(at)
         return erased
 
     def quarantine(self, rows: Slots) -> None:
         at = self._forget(rows)
         self._open.health.count("quarantined", len(at))
-        self._free_places(at, segment.BAD)
-
-    def _make_rows(self, rows: Slots) -> None:
-        """Have a place for each of *rows*, however many the index has become; hold the lock."""
-        more = int(rows.max(initial=-1)) + 1 - len(self._places)
-        if more > 0:
-            room = np.full(max(more, len(self._places) // 2, 1024), NOWHERE, np.int64)
-            self._places = np.concatenate((self._places, room))
-
-    def _places_of(self, rows: Slots) -> Places:
-        """Where *rows* are; hold the lock where that may change meanwhile."""
-        known = self._places
-        at = np.full(len(rows), NOWHERE, np.int64)
-        inside = rows < len(known)
-        at[inside] = known[rows[inside]]
-        return at
+        self._let_go(at, segment.BAD)
 
     def _forget(self, rows: Slots) -> Places:
-        """Take their places from *rows*; the slots are out of use from now on, but not yet free."""
+        """Take their places from *rows*; nobody begins to read them any more, but they are not free yet."""
         with self._open.lock:
-            at = self._places_of(rows)
-            self._places[rows[at != NOWHERE]] = NOWHERE
-            taken: Places = at[at != NOWHERE]
-            return taken
+            return self._rows.clear(rows)
 
-    def _free_places(self, at: Places, state: int = segment.FREE) -> None:
-        pool = self._open
-        for one, _, slots in self._by_segment(at):
-            with pool.lock:
+    def _let_go(self, at: Places, state: int = segment.FREE) -> None:
+        """Make places that no row has any more free, where they are ours."""
+        for one, _, slots in self._segments(at):
+            with self._open.lock:
                 one.rows[slots] = -1
                 if one.owned:
                     one.state[slots] = segment.BUSY
             if one.owned:
                 self._give_back(one, slots, state)
 
-    def _give_back(self, one: Segment, slots: SlotNumbers, state: int = segment.FREE) -> None:
+    def _give_back(self, one: Segment, slots: SlotNumbers, state: int) -> None:
         """Say in the log that *slots* hold nothing any more, and only then let them be used again."""
         pool = self._open
         try:
@@ -404,7 +344,7 @@ class DiskStore(LastingStore):
     def reassign(self) -> bool:
         pool = self._open
         try:
-            return pool.remove_empty([s for s in pool.own() if s.slot_bytes != pool.size.slot_bytes], grow=True)
+            return pool.remove_empty(pool.of_other_sizes(), grow=True)
         except (OSError, StoreError) as error:
             pool.health.failed(f"cannot reassign a segment of {self.directory.path}", error)
             return False
@@ -412,27 +352,20 @@ class DiskStore(LastingStore):
     def fullest_other_class(self) -> Slots:
         pool = self._open
         with pool.lock:
-            others = [s for s in pool.own() if s.slot_bytes != pool.size.slot_bytes]
-            return _rows_of(min(others, key=lambda s: s.num_used)) if others else _joined([])
+            others = pool.of_other_sizes()
+            return rows_in(min(others, key=lambda s: s.num_used)) if others else joined([])
 
     def surplus(self) -> Slots:
         """See the contract: the rows of the coldest segment, which is removed once they are freed."""
         pool = self._open
-        if not pool.must_yield():
-            for one in pool.own():
-                one.leaving = False
-            return _joined([])
         try:
-            pool.remove_empty(pool.own())
+            if pool.must_yield():
+                pool.remove_empty(pool.own())
         except (OSError, StoreError) as error:
             pool.health.failed(f"cannot remove a segment of {self.directory.path}", error)
-        own = pool.own()
-        if not own or not pool.must_yield():
-            return _joined([])
-        coldest = min(own, key=lambda s: (not s.leaving, s.mean_time_ns))
-        coldest.leaving = True
+        coldest = pool.choose_leaving()
         with pool.lock:
-            return _rows_of(coldest)
+            return rows_in(coldest) if coldest is not None else joined([])
 
     # -- the rest -----------------------------------------------------------------------------------------------------
 
@@ -443,17 +376,11 @@ class DiskStore(LastingStore):
     def stats(self) -> dict[str, Any]:
         """What is there and what went wrong, as plain data."""
         pool = self._open
-        own = pool.own()
         return {
             "path": str(self.directory.path),
-            "budget_bytes": pool.budget,
-            "used_bytes": pool.used_bytes,
-            "owned_bytes": pool.owned_bytes,
-            "segments": len(pool.segments),
-            "owned_segments": len(own),
-            "free_slots": sum(s.num_free for s in pool.ours()),
-            "processes": len(pool.others) + 1,
             "io": "direct" if self._use_direct else "buffered",
+            "processes": len(pool.others) + 1,
+            **pool.stats(),
             "reasons": dict(pool.health.reasons),
         }
 
@@ -462,33 +389,11 @@ class DiskStore(LastingStore):
         pool, self._pool = self._pool, None
         if pool is not None:
             pool.close()
-            self._places = np.empty(0, np.int64)
+            self._rows = PlaceColumn(0)
 
-    def _by_segment(self, at: Places) -> Iterator[tuple[Segment, npt.NDArray[np.int64], SlotNumbers]]:
-        """Segments that are still there, with the positions in *at* and the slots that are theirs."""
-        numbers = at >> 32
-        for number in np.unique(numbers):
-            one = self._open.segments.get(int(number))
+    def _segments(self, at: Places) -> Iterator[tuple[Segment, npt.NDArray[np.int64], SlotNumbers]]:
+        """Segments that are still there, each with the positions in *at* that name it, and the slots."""
+        for number, mine in by_segment(at):
+            one = self._open.segments.get(number)
             if one is not None:
-                mine = np.flatnonzero(numbers == number)
-                yield one, mine, at[mine] & 0xFFFFFFFF
-
-
-def _runs(slots: SlotNumbers) -> Iterator[tuple[int, int]]:
-    """Bounds of the runs of neighbours in *slots*."""
-    cuts = np.flatnonzero(np.diff(slots) != 1) + 1
-    edges = [0, *cuts.tolist(), len(slots)]
-    yield from ((a, b) for a, b in itertools.pairwise(edges) if b > a)
-
-
-def _part(depths: npt.NDArray[np.int32] | None, start: int, stop: int | None = None) -> npt.NDArray[np.int32] | None:
-    return None if depths is None else depths[start:stop]
-
-
-def _rows_of(one: Segment) -> Slots:
-    rows: Slots = one.rows[(one.state == segment.USED) & (one.rows >= 0)]
-    return rows
-
-
-def _joined(rows: list[Slots]) -> Slots:
-    return np.concatenate(rows) if rows else np.empty(0, np.int32)
+                yield one, mine, slots_of(at[mine])
