@@ -207,3 +207,18 @@ def test_bfloat16_runs_and_reuses(attach: Callable[..., object]) -> None:
         assert model.generate(prompt(64), max_new_tokens=5, do_sample=False).shape == (1, 69)
     assert adapter.status()["reused_tokens"] == 48
     assert adapter.space.spec.dtype.value == "bfloat16"
+
+
+def test_inference_mode(model: LlamaForCausalLM, thrice: Thrice) -> None:
+    """Tensors made under inference mode are loaded and saved like others."""
+    with torch.inference_mode():
+        outcome = thrice(model, input_ids=prompt(70), max_new_tokens=6, do_sample=False)
+    assert outcome.status["reused_tokens"] == 64
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_attention_implementations(attention: str, thrice: Thrice) -> None:
+    """Masks of a padded batch are built by each implementation in its own way."""
+    model = tiny_llama(attn_implementation=attention)
+    outcome = thrice(model, **left_padded(75, 50, 1), max_new_tokens=6, do_sample=False)
+    assert outcome.status["hits"] == 2

@@ -85,13 +85,18 @@ def test_a_closed_manager_serves_nothing(model: LlamaForCausalLM) -> None:
 
 
 def test_a_model_moved_to_another_dtype_goes_on(model: LlamaForCausalLM, attach: Attach) -> None:
-    """Its blocks no longer fit the manager's slots: every request is counted and served without the cache."""
+    """Its blocks no longer fit the manager's slots: requests do without the cache, and weights are not read again."""
     adapter = attach(model)
     model.generate(prompt(64), max_new_tokens=4, do_sample=False)
     model.to(torch.bfloat16)
     plain = LlamaForCausalLM.generate(model, prompt(64), max_new_tokens=4, do_sample=False)
-    assert torch.equal(model.generate(prompt(64), max_new_tokens=4, do_sample=False), plain)
+    for _ in range(3):
+        assert torch.equal(model.generate(prompt(64), max_new_tokens=4, do_sample=False), plain)
     assert adapter.status()["errors"] == 1
+    assert adapter.status()["bypassed"] == {"a failure of the cache": 1, "the model can no longer be cached": 2}
+    model.to(torch.float32)
+    model.generate(prompt(64), max_new_tokens=4, do_sample=False)
+    assert adapter.status()["lookups"] == 2
 
 
 def test_a_cache_that_is_full_of_others(attach: Callable[..., Any]) -> None:

@@ -256,3 +256,48 @@ def test_the_fingerprint_is_asked_for_by_other_programs(model: LlamaForCausalLM,
     assert status["fingerprint"] == identity.fingerprint_directory(saved)
     assert json.loads((saved / "config.json").read_text())["num_hidden_layers"] == 2
     assert status["block_tokens"] == BLOCK
+
+
+def test_weights_that_change_during_a_request_are_not_saved(model: LlamaForCausalLM, attach: Attach) -> None:
+    """A training step in the middle of an answer: its KV belongs to neither of the two models."""
+    adapter = attach(model)
+
+    class Trainer:
+        def put(self, value: torch.Tensor) -> None:
+            change_in_place(model)
+
+        def end(self) -> None:
+            """Nothing to do."""
+
+    model.generate(prompt(64), max_new_tokens=4, streamer=Trainer())
+    assert adapter.status()["saved_blocks"] == 0
+
+
+class PeftLike(nn.Module):
+    """The outer shell that PEFT puts around a model: it hands everything on."""
+
+    def __init__(self, inner: LlamaForCausalLM) -> None:
+        super().__init__()
+        self.base_model = nn.Module()
+        self.base_model.model = inner
+        self.config = inner.config
+
+    def get_base_model(self) -> LlamaForCausalLM:
+        return self.base_model.model
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.base_model.model(*args, **kwargs)
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        return self.base_model.model.generate(*args, **kwargs)
+
+
+def test_a_wrapper_around_the_model_is_attached_like_the_model(attach: Attach) -> None:
+    """The wrapper's generate is hooked; base and adapter are named as without the wrapper."""
+    wrapped = PeftLike(with_lora()[0])
+    plain = wrapped.generate(input_ids=prompt(64), max_new_tokens=8, do_sample=False)
+    adapter = attach(wrapped)
+    for _ in range(2):
+        assert torch.equal(wrapped.generate(input_ids=prompt(64), max_new_tokens=8, do_sample=False), plain)
+    assert adapter.status()["reused_tokens"] == 48
+    assert adapter.space.identity == attach(with_lora()[0]).space.identity

@@ -48,6 +48,8 @@ class TransformersCacheAdapter(CacheAdapter):
         self._numbers = itertools.count(1)
         self._refreshing = threading.Lock()
         self._hook: GenerateHook | None = None
+        self._cacheable = True
+        self._watch: WeightWatch
         self._register()
         self._argument = cache_argument(model)
 
@@ -148,12 +150,13 @@ class TransformersCacheAdapter(CacheAdapter):
         template = options.pop("template", {})
         with self.manager.use_session(session if isinstance(session, str) else session.id) as current:
             talk: Conversation = current.data.setdefault(_CONVERSATION, Conversation())
-            text, prompt = talk.prompt(self.tokenizer, messages, **template)
-            output, request = self._answer(prompt, talk, options)
-            sequence = (output if isinstance(output, torch.Tensor) else output.sequences)[0]
-            answer_ids = [int(token) for token in sequence[len(prompt) :]]
-            answer = str(self.tokenizer.decode(answer_ids, skip_special_tokens=True))
-            talk.record(messages, text, prompt, answer_ids, answer)
+            with talk.lock:
+                text, prompt = talk.prompt(self.tokenizer, messages, **template)
+                output, request = self._answer(prompt, talk, options)
+                sequence = (output if isinstance(output, torch.Tensor) else output.sequences)[0]
+                answer_ids = [int(token) for token in sequence[len(prompt) :]]
+                answer = str(self.tokenizer.decode(answer_ids, skip_special_tokens=True))
+                talk.record(messages, text, prompt, answer_ids, answer)
         return ChatReply(answer, answer_ids, len(prompt), request.reused_tokens if request is not None else 0)
 
     # -- one request --------------------------------------------------------------------------------------------------
@@ -184,7 +187,8 @@ class TransformersCacheAdapter(CacheAdapter):
             with self._guard("saving"):
                 sequences = output if isinstance(output, torch.Tensor) else output.sequences
                 generated = max(int(sequences.shape[1]) - request.call.ids.shape[1], 0)
-                self._count(saved_blocks=request.save(sequences.detach().cpu().numpy()))
+                if self._still_current(request):
+                    self._count(saved_blocks=request.save(sequences.detach().cpu().numpy()))
             return output, request
         finally:
             with self._guard("releasing"):
@@ -237,13 +241,22 @@ class TransformersCacheAdapter(CacheAdapter):
         """Register again when the weights are no longer those that the key space was made for."""
         with self._refreshing:
             if self._watch.changed():
+                # Until it has succeeded, and not once more for every request when it fails: reading weights takes long.
+                self._cacheable = False
+                self._watch = WeightWatch(self.model)
                 self._register()
                 self._count(refreshes=1)
+            if not self._cacheable:
+                raise NotServed(Bypass.LAYOUT)
+
+    def _still_current(self, request: Request) -> bool:
+        """Whether the weights that *request* ran with are, as far as can be seen, those of its key space."""
+        return request.space is self._space and not self._watch.changed()
 
     def _register(self) -> None:
         options = self._options
-        spec, self._device = describe(self.model, options["block_tokens"])
-        self._watch = WeightWatch(self.model)
+        watch = WeightWatch(self.model)
+        spec, device = describe(self.model, options["block_tokens"])
         identity = Identity(
             model=fingerprint(self.model, options["model_id"]),
             kv_dtype=spec.dtype.value,
@@ -253,3 +266,4 @@ class TransformersCacheAdapter(CacheAdapter):
             namespace=options["namespace"],
         )
         self._space = self.manager.register(spec, identity)
+        self._watch, self._device, self._cacheable = watch, device, True

@@ -8,6 +8,7 @@ writes behind the last answer.
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -53,6 +54,8 @@ class Conversation:
     ids: list[int] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
     chain: KeyChain | None = None
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    """Held for a whole turn: one answer at a time."""
 
     def prompt(self, tokenizer: Any, messages: Sequence[Message], **template: Any) -> tuple[str, list[int]]:
         """Text and ids of the prompt for *messages*, with the ids of earlier turns wherever they still hold.

@@ -7,7 +7,6 @@ the adapter are told apart: a model with its adapter switched off shares KV with
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -67,8 +66,8 @@ def adapter_digest(model: Any) -> str:
     Adapters that are switched off count for nothing; merged ones are in the weights already.
     """
     records = []
-    for path, module in _adapted(model):
-        if _flag(module, "disable_adapters") or _flag(module, "merged"):
+    for path, module in model.named_modules():
+        if not _is_adapted(module) or _flag(module, "disable_adapters") or _flag(module, "merged"):
             continue
         active = _active(module)
         for name, tensor in module.state_dict().items():
@@ -105,18 +104,17 @@ class WeightWatch:
             return True
         return not all(torch.equal(now, then) for now, then in zip(self._sample(), self._samples, strict=True))
 
-    def _mark(self) -> tuple[Any, ...]:
-        marks: list[Any] = [
-            (p.data_ptr() if p.device.type != "meta" else 0, _version(p))
-            for module in self._model.modules()
-            for p in module._parameters.values()
-            if p is not None
-        ]
-        for _, module in _adapted(self._model):
-            active = _active(module)
-            marks.append((_flag(module, "disable_adapters"), _flag(module, "merged"), active and tuple(active)))
-            marks.append(repr(getattr(module, "scaling", None)))
-        return tuple(marks)
+    def _mark(self) -> list[Any]:
+        marks: list[Any] = []
+        for module in self._model.modules():
+            for p in module._parameters.values():
+                if p is not None:
+                    marks.append((p.data_ptr() if p.device.type != "meta" else 0, _version(p)))
+            if _is_adapted(module):
+                active = _active(module)
+                marks.append((_flag(module, "disable_adapters"), _flag(module, "merged"), active))
+                marks.append(repr(getattr(module, "scaling", None)))
+        return marks
 
     def _sample(self) -> list[torch.Tensor]:
         with torch.no_grad():
@@ -193,11 +191,9 @@ def _bytes(tensor: torch.Tensor) -> Any:
     return tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy().data
 
 
-def _adapted(model: Any) -> Iterator[tuple[str, Any]]:
-    """Modules that carry a LoRA adapter, whoever made them."""
-    for path, module in model.named_modules():
-        if hasattr(module, "lora_A") and hasattr(module, "lora_B"):
-            yield path, module
+def _is_adapted(module: Any) -> bool:
+    """Whether a module carries a LoRA adapter, whoever made it."""
+    return all(name in module._modules or name in module._parameters for name in ("lora_A", "lora_B"))
 
 
 def _is_adapter(name: str) -> bool:
