@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from ...block.spec import BlockSpec, round_up
+from ...block.spec import BlockSpec
 from ...errors import CapacityError, ConfigError, StoreError
 from ..base import Changes, Entries, LastingStore, Mask, Places, SlotMemory, Slots
 from . import log, segment
@@ -99,8 +99,8 @@ class DiskStore(LastingStore):
         self._spec, self._pool = spec, pool
 
     def _size_class(self, spec: BlockSpec) -> SizeClass:
-        nominal = max(self.segment_bytes, round_up(self.budget_bytes // _MOST_SEGMENTS, 1 << 20))
-        return SizeClass.within(spec.slot_bytes, spec.block_tokens, nominal)
+        share = self.budget_bytes // _MOST_SEGMENTS
+        return SizeClass.within(spec.slot_bytes, spec.block_tokens, max(self.segment_bytes, share))
 
     def slot_bytes(self, spec: BlockSpec) -> int:
         return spec.slot_bytes
