@@ -9,6 +9,7 @@ import numpy as np
 
 from kvcache_factory.block.envelope import Header, HeaderError, checksum, pack_header, unpack_header
 from kvcache_factory.block.spec import BlockSpec, KVDtype
+from kvcache_factory.errors import StoreError
 from kvcache_factory.memory.slab import Slab
 from kvcache_factory.store.base import Entries, Slots
 from kvcache_factory.store.disk import DiskStore
@@ -123,6 +124,17 @@ class Cache:
         self.number_of.update(zip(new[:done].tolist(), numbers, strict=False))
         return new[:done]
 
+    def save_until_refused(self, numbers: Iterable[int], *, freeing: bool = False) -> StoreError:
+        """Write blocks one by one until the store refuses one; returns why.  *freeing* frees each again."""
+        try:
+            for number in numbers:
+                written = self.save(number)
+                if freeing:
+                    self.free(written)
+        except StoreError as error:
+            return error
+        raise AssertionError("nothing was refused")
+
     def load(self, wanted: Slots) -> list[int | None]:
         """Read rows one batch at a time; the proven number of each, None where there is none."""
         found: list[int | None] = []
@@ -163,5 +175,3 @@ class Cache:
         """Close store and slab."""
         self.store.close()
         self.slab.close()
-
-

@@ -1,4 +1,4 @@
-"""The metadata log of one segment: fixed-size records that say what is in which slot; ``docs/format.md`` section 4.
+"""The metadata log of one segment: fixed-size records that say what is in which slot; ``docs/format.md`` section 7.
 
 The log is a hint.  Headers and payloads prove themselves when they are read, so a record that was lost costs a miss and
 a record that lies costs a read.  Each record carries its own checksum, mixed with the number of its segment: what is
