@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -58,6 +58,13 @@ class Landing:
             self._tier.count(Event.PROMOTED, good)
         self._tier.abort(self.slots[good:])
 
+    def drop(self, first: int, wipe: bool) -> None:
+        """The blocks from number *first* on were dropped below while they were on their way."""
+        if self._tier is not None:
+            rows = self.slots[first : first + 1]
+            self._tier.index.wipe[rows] = wipe
+            self._tier.drop(rows, "dropped_below")
+
     def release(self) -> None:
         """Let go of the slots: blocks of a tier may leave it again, transit slots are free."""
         if self._tier is None:
@@ -67,7 +74,11 @@ class Landing:
 
 
 class Fetch:
-    """One read of neighbouring blocks."""
+    """One read of neighbouring blocks.
+
+    It holds what it reads until it has ended, however long after everybody has given it up: a row that was let go and
+    used anew must not be blamed for what was read of its predecessor.
+    """
 
     def __init__(self, source: Tier, rows: Rows, chain: ChainView, first: int, landing: Landing) -> None:
         self.rows = rows
@@ -79,6 +90,7 @@ class Fetch:
         self._first = first
         self._done = threading.Event()
         self._lock = threading.Lock()
+        source.index.pin(int(rows[-1]))
 
     def run(self) -> None:
         """Read, prove and keep; what fails leaves its tier and is counted there."""
@@ -88,6 +100,8 @@ class Fetch:
             read = self._source.store.read(self.rows, self.landing.memory, self.landing.slots, 0)
             for number in range(read):
                 proven = self._prove(number)
+                if isinstance(proven, Image) and proven.fidelity > self._source.index.fidelity[self.rows[number]]:
+                    proven = "not_exact"
                 if isinstance(proven, str):
                     reason = proven
                     break
@@ -95,14 +109,34 @@ class Fetch:
         except StoreError as error:
             reason = error.reason
         finally:
-            self.landing.keep(images)
-            self.good = len(images)
-            if self.good < len(self.rows):
-                self._source.reject(self.rows[self.good :], reason)
-            with self._lock:
-                self._done.set()
-                if self.abandoned:
-                    self.landing.release()
+            try:
+                self._keep(images, reason)
+            finally:
+                self._end()
+
+    def cancel(self) -> None:
+        """End without having begun."""
+        self.landing.keep([])
+        self._end()
+        self.landing.release()
+
+    def _keep(self, images: Sequence[Image], reason: str) -> None:
+        self.landing.keep(images)
+        self.good = len(images)
+        index = self._source.index
+        gone = index.gone(self.rows[: self.good])
+        if gone < self.good:  # whoever dropped them could not see the copy yet
+            self.landing.drop(gone, bool(index.wipe[self.rows[gone]]))
+        if self.good < len(self.rows):
+            self._source.reject(self.rows[self.good :], reason)
+
+    def _end(self) -> None:
+        self._source.index.unpin(int(self.rows[-1]))
+        with self._lock:
+            self._done.set()
+            if self.abandoned:
+                self.landing.release()
+        self._source.settle()
 
     def _prove(self, number: int) -> Image | str:
         spec = self._source.spec
@@ -146,6 +180,7 @@ class Fetcher:
         self._transit = transit
         self._max_wait_s = max_wait_s
         self._abandoned: list[Fetch] = []
+        self._lock = threading.Lock()
 
     def fetch(
         self,
@@ -159,40 +194,44 @@ class Fetcher:
 
         *use* is called with each read that has ended, in order, while its slots are held.
         """
-        self._abandoned = [fetch for fetch in self._abandoned if not fetch.done]
         if self.out_of_service:
             self.source.count(Event.LOAD_FAILED, len(rows), "out_of_service")
             return 0
         deadline = time.monotonic() + self._max_wait_s
         waiting: deque[Fetch] = deque()
         started = good = 0
-        while good == 0 or good < len(rows):
-            while started < len(rows) and len(waiting) < WINDOW:
-                fetch = self._start(chain, root, first + started, rows[started:])
-                if fetch is None:
+        try:
+            while good < len(rows):
+                while started < len(rows) and len(waiting) < WINDOW:
+                    fetch = self._start(chain, root, first + started, rows[started:])
+                    if fetch is None:
+                        break
+                    waiting.append(fetch)
+                    started += len(fetch.rows)
+                if not waiting:
                     break
-                waiting.append(fetch)
-                started += len(fetch.rows)
-            if not waiting:
-                break
-            fetch = waiting.popleft()
-            if not fetch.wait(max(deadline - time.monotonic(), 0)):
-                self._give_up([fetch, *waiting])
-                return good
-            try:
-                use(fetch, good)
-            finally:
-                fetch.landing.release()
-            good += fetch.good
-            if fetch.good < len(fetch.rows):
-                break
-        self._give_up(list(waiting), "not_needed")
+                if not waiting[0].wait(max(deadline - time.monotonic(), 0)):
+                    late = sum(len(fetch.rows) for fetch in waiting)
+                    self.source.count(Event.LOAD_FAILED, late, "deadline")
+                    break
+                fetch = waiting.popleft()
+                try:
+                    use(fetch, good)
+                finally:
+                    fetch.landing.release()
+                good += fetch.good
+                if fetch.good < len(fetch.rows):
+                    break
+        finally:
+            self._give_up(waiting)
         return good
 
     @property
     def out_of_service(self) -> bool:
         """Whether reads that nobody waits for hold as many slots as they may."""
-        held = sum(len(fetch.rows) for fetch in self._abandoned)
+        with self._lock:
+            self._abandoned = [fetch for fetch in self._abandoned if not fetch.done]
+            held = sum(len(fetch.rows) for fetch in self._abandoned)
         return held > max(ABANDONED_SHARE * self.above.index.capacity, WINDOW)
 
     def _start(self, chain: ChainView, root: int, first: int, rows: Rows) -> Fetch | None:
@@ -203,8 +242,10 @@ class Fetcher:
         if landing is None:
             return None
         fetch = Fetch(self.source, rows[: len(landing.slots)], chain, first, landing)
-        if self._io.submit(Lane.LOAD, fetch.run) is None:
-            fetch.run()
+        if self._io.submit(Lane.LOAD, fetch.run) is None:  # to read it here would wait for as long as the disk likes
+            fetch.cancel()
+            self.source.count(Event.LOAD_FAILED, len(fetch.rows), "queue_full")
+            return None
         return fetch
 
     def _reserve(self, chain: ChainView, root: int, first: int, count: int) -> Landing | None:
@@ -224,11 +265,10 @@ class Fetcher:
             return None
         return Landing(self._transit.memory, self._transit.spec.header_bytes, slots, None, self._transit)
 
-    def _give_up(self, fetches: list[Fetch], reason: str = "deadline") -> None:
+    def _give_up(self, fetches: Iterable[Fetch]) -> None:
         for fetch in fetches:
             if fetch.wait(0):
                 fetch.landing.release()
             else:
-                self._abandoned.append(fetch)
-        if reason == "deadline":
-            self.source.count(Event.LOAD_FAILED, sum(len(f.rows) for f in fetches), reason)
+                with self._lock:
+                    self._abandoned.append(fetch)

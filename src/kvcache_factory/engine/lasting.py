@@ -30,6 +30,8 @@ class LastingIndex(Index):
 
     def __init__(self, rows: int, policy: EvictionPolicy, clock: Callable[[], float]) -> None:
         super().__init__(rows, 0, policy, clock, deferred=True)
+        self.foreign = np.zeros(rows, np.bool_)
+        """Rows of other processes, each with a pin that stands for that."""
 
     def enter(self, entries: Entries, roots: Roots) -> Rows:
         """Give rows to *entries* that are connected to a root and not here yet; returns a row or -1 for each.
@@ -54,7 +56,8 @@ class LastingIndex(Index):
             parents = self.parent[new]
             np.add.at(self.children, parents[parents >= 0], 1)
             self.state[new] = READY
-            self.pins[new] = ~entries.owned[fresh]
+            self.foreign[new] = ~entries.owned[fresh]
+            self.pins[new] = self.foreign[new]
             self.policy.restore(new[np.argsort(entries.time_ns[fresh], kind="stable")])
             for row in parents[parents >= 0].tolist():
                 self.policy.on_evictable(row, False)
@@ -64,14 +67,18 @@ class LastingIndex(Index):
 
     def own(self, rows: Rows) -> None:
         """*rows* of another process are this process's from now on."""
-        for row in rows.tolist():
-            self.unpin(row)
+        with self._lock:
+            taken = rows[self.foreign[rows]]
+            self.foreign[taken] = False
+            for row in taken.tolist():
+                self.unpin(row)
 
     def lose(self, rows: Rows) -> int:
-        """*rows* of another process are gone; drop them and what was built on them."""
+        """The blocks of *rows*, whoever's they are, are gone; drop them and what was built on them."""
         with self._lock:
+            lost = self._doom(rows)
             self.own(rows)
-            return self._doom(rows)
+            return lost
 
     def _fill_columns(self, new: Rows, entries: Entries, fresh: npt.NDArray[np.int64]) -> None:
         self.keys[new] = entries.keys[fresh]
@@ -163,7 +170,7 @@ class LastingTier(Tier):
         self.count(Event.FOUND, int((rows >= 0).sum()))
         left = rows[(rows >= 0) & ~bound]
         if len(left):
-            self.count(Event.DROPPED, index.lose(left[~entries.owned[(rows >= 0) & ~bound]]), "owner_freed")
+            self.count(Event.DROPPED, index.lose(left), "owner_freed")
 
     @property
     def lasting(self) -> LastingIndex:
