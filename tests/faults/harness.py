@@ -1,0 +1,168 @@
+"""What the tests of this room share: caches of a few blocks over a directory, and their ledger at a glance."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, Literal
+
+from kvcache_factory.backend import CPUBackend, DiskBackend, HierarchicalBackend, Level
+from kvcache_factory.block.identity import Identity
+from kvcache_factory.block.spec import BlockSpec
+from kvcache_factory.engine.lasting import LastingTier
+from kvcache_factory.keyspace import KeySpace
+from kvcache_factory.manager import CacheManager
+from kvcache_factory.store.disk import DiskStore
+from kvcache_factory.testing import FakeEngine, sized_level, tiny_identity, tiny_spec
+
+SPEC = tiny_spec()
+BLOCK = SPEC.block_tokens
+SEGMENT_SLOTS = 116
+"""Blocks that fit into the smallest segment, one MiB."""
+
+Kind = Literal["cpu", "gpu", "three"]
+
+
+class DiskCache:
+    """A manager with a disk as its last level, its one key space, and an engine to go with them."""
+
+    def __init__(self, manager: CacheManager, space: KeySpace, blocks: int = 64) -> None:
+        self.manager = manager
+        self.space = space
+        self.engine = FakeEngine(space.spec, blocks)
+
+    @property
+    def disk(self) -> LastingTier:
+        """The last tier."""
+        tier = self.manager._chain.tiers[-1]
+        assert isinstance(tier, LastingTier)
+        return tier
+
+    @property
+    def store(self) -> DiskStore:
+        """The last tier's store."""
+        assert isinstance(self.disk.store, DiskStore)
+        return self.disk.store
+
+    def save(self, tokens: Any, **options: Any) -> int:
+        """Compute and store the blocks of *tokens*, and wait until they are below; returns how many were new."""
+        chain = self.space.chain(tokens)
+        stored = self.space.save(chain, self.engine.region, self.engine.compute(chain), **options)
+        assert self.manager.wait(60)
+        return stored
+
+    def load(self, tokens: Any, request_id: str = "request") -> int:
+        """Match, load and release; every block that is said to be loaded must be right.  Returns how many were."""
+        chain = self.space.chain(tokens)
+        match = self.space.match(chain, request_id)
+        self.engine.erase()
+        count = self.space.load(match, self.engine.region, self.engine.positions(match.blocks))
+        self.space.release(request_id)
+        assert self.engine.versions(chain, count) == [0] * count, "wrong bytes"
+        return count
+
+    def matched(self, tokens: Any) -> int:
+        """Blocks of *tokens* that a look-up promises."""
+        match = self.space.match(self.space.chain(tokens), "look")
+        self.space.release("look")
+        return match.blocks
+
+    def forget_above(self) -> None:
+        """Empty every level above the disk, where its blocks stay."""
+        self.manager.wait()
+        for number, tier in enumerate(self.manager._chain.tiers[:-1]):
+            self.manager._chain.evict(tier.index.capacity, number)
+        self.manager.wait()
+
+    def counted(self, event: str, tier: str = "disk") -> dict[str, int]:
+        """Blocks that were counted under *event*, by reason."""
+        rows = self.manager.state()["events"]
+        return {row["reason"]: row["blocks"] for row in rows if (row["tier"], row["event"]) == (tier, event)}
+
+    def errors(self) -> dict[str, int]:
+        """What was caught on its way to the engine, by kind."""
+        rows = self.manager.state()["events"]
+        return {row["reason"]: row["times"] for row in rows if row["event"] == "error"}
+
+
+def open_cache_over(
+    path: Path | str,
+    *,
+    kind: Kind = "cpu",
+    dram: int = 16,
+    device: int = 8,
+    disk_mb: float = 4,
+    spec: BlockSpec = SPEC,
+    identity: Identity | None = None,
+    prepare: Callable[[CacheManager], object] | None = None,
+    manager_options: dict[str, Any] | None = None,
+    **disk_options: Any,
+) -> DiskCache:
+    """A cache with *dram* blocks in memory, and in *device* memory where *kind* has that, over a directory."""
+    disk = DiskBackend(str(path), size_gb=disk_mb / 1024, segment_mb=1, **disk_options)
+    levels: list[Level] = []
+    if kind != "cpu":
+        levels.append(sized_level(device, spec, device=True))
+    if kind != "gpu":
+        level = sized_level(dram, spec)
+        assert isinstance(level, CPUBackend)
+        levels.append(level)
+    backend = HierarchicalBackend([*levels, disk], demote_at=1.0, demote_to=1.0)
+    manager = CacheManager(backend, **(manager_options or {}))
+    if prepare is not None:
+        prepare(manager)
+    return DiskCache(manager, manager.register(spec, identity or tiny_identity(spec)))
+
+
+def tokens_of(conversation: int, blocks: int) -> list[int]:
+    """Tokens of the first *blocks* blocks of a conversation; conversations share no block."""
+    return [conversation * 100_000 + i for i in range(blocks * BLOCK)]
+
+
+def files(path: Path, suffix: str) -> list[Path]:
+    """Files of a directory with a suffix, such as ``.data``."""
+    return sorted(p for p in path.iterdir() if p.name.endswith(suffix))
+
+
+def used_bytes(path: Path) -> int:
+    """Bytes that the files of a directory take on the disk or claim in their sizes, whichever is more."""
+    sizes = []
+    for entry in os.scandir(path):
+        try:
+            status = entry.stat()
+        except FileNotFoundError:
+            continue
+        sizes.append(max(status.st_size, 512 * status.st_blocks if status.st_size > 4096 else 0))
+    return sum(sizes)
+
+
+def flip(path: Path, offset: int, bit: int = 0) -> None:
+    """Invert one bit of a file."""
+    with open(path, "r+b") as file:
+        file.seek(offset)
+        byte = file.read(1)[0]
+        file.seek(offset)
+        file.write(bytes([byte ^ (1 << bit)]))
+
+
+def find(path: Path, pattern: bytes) -> list[tuple[Path, int]]:
+    """Where *pattern* begins in the data files of a directory."""
+    found = []
+    for file in files(path, ".data"):
+        data, at = file.read_bytes(), -1
+        while (at := data.find(pattern, at + 1)) >= 0:
+            found.append((file, at))
+    return found
+
+
+def images(cache: DiskCache, tokens: Iterable[int]) -> list[tuple[Path, int]]:
+    """Data file and offset of the slot image of each block of *tokens* in the cache's directory."""
+    chain = cache.space.chain(list(tokens))
+    path = cache.store.directory.path
+    return [find(path, chain.key_bytes(i))[0] for i in range(chain.num_blocks)]
+
+
+def image_offsets(path: Path, key: bytes) -> list[tuple[Path, int]]:
+    """Data file and offset of every slot image with a *key*."""
+    return [(file, at - 48) for file, at in find(path, key) if at % 4096 == 48]
