@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
+import numpy.typing as npt
 
 from ..base import Entries, Slots
 from . import log, segment
@@ -13,18 +16,22 @@ from .segment import Segment
 
 def to_entries(seen: Seen) -> Entries:
     """The blocks that are new, as columns."""
-    records = np.concatenate([np.empty(0, log.RECORD), *(r for _, r in seen.fresh)])
-    owned = [np.full(len(r), one.owned) for one, r in seen.fresh]
-    at = [places(one.number, r["slot"].astype(np.int64)) for one, r in seen.fresh]
+    pieces = [np.empty(0, log.RECORD), *(records for _, records in seen.fresh)]
+
+    def column(name: str) -> npt.NDArray[Any]:
+        return np.concatenate([records[name] for records in pieces])
+
+    owned = [np.full(len(records), one.owned) for one, records in seen.fresh]
+    at = [places(one.number, records["slot"].astype(np.int64)) for one, records in seen.fresh]
     return Entries(
-        keys=np.ascontiguousarray(records["key"]),
-        parents=np.ascontiguousarray(records["parent"]),
-        identities=np.ascontiguousarray(records["identity"]),
-        extras=np.ascontiguousarray(records["extras"]),
-        depth=np.ascontiguousarray(records["depth"]),
-        time_ns=np.ascontiguousarray(records["time_ns"]),
-        fidelity=np.ascontiguousarray(records["fidelity"]),
-        layout=np.ascontiguousarray(records["layout"]),
+        keys=column("key"),
+        parents=column("parent"),
+        identities=column("identity"),
+        extras=column("extras"),
+        depth=column("depth"),
+        time_ns=column("time_ns"),
+        fidelity=column("fidelity"),
+        layout=column("layout"),
         owned=np.concatenate([np.empty(0, np.bool_), *owned]),
         places=np.concatenate([np.empty(0, np.int64), *at]),
     )

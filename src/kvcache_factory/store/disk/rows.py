@@ -31,8 +31,11 @@ def segments_of(at: Places) -> npt.NDArray[np.int64]:
 def by_segment(at: Places) -> Iterator[tuple[int, npt.NDArray[np.int64]]]:
     """Each segment that *at* names, with the positions in *at* that are in it."""
     numbers = segments_of(at)
-    for number in np.unique(numbers).tolist():
-        yield number, np.flatnonzero(numbers == number)
+    order = np.argsort(numbers, kind="stable").astype(np.int64, copy=False)
+    ordered = numbers[order]
+    cuts = np.flatnonzero(ordered[1:] != ordered[:-1]) + 1
+    for mine in np.split(order, cuts) if len(at) else []:
+        yield int(numbers[mine[0]]), mine
 
 
 def in_order(at: Places) -> list[Places]:
