@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from typing import Literal
 
 import msgspec
@@ -61,6 +62,10 @@ class DiskBackend(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="
     """Hits that make a block hot."""
     direct: Literal["auto", "never"] = "auto"
     """Bypass the page cache (O_DIRECT) where a probe finds that it works, or never."""
+    key_file: str | None = None
+    """Encrypt with the key in this file, which only its owner can read: 32 bytes, or 64 hex digits."""
+    key_env: str | None = None
+    """Encrypt with the key in the environment variable of this name."""
 
     def __post_init__(self) -> None:
         _check_size("DiskBackend", self.size_gb)
@@ -80,6 +85,25 @@ class DiskBackend(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="
             raise ConfigError(f"DiskBackend(hot_hits={self.hot_hits!r}): use 1 or more")
         if self.direct not in ("auto", "never"):
             raise ConfigError(f"DiskBackend(direct={self.direct!r}): use 'auto' or 'never'")
+        self._check_key_place()
+
+    @property
+    def is_encrypted(self) -> bool:
+        """Whether blocks are encrypted before they are written."""
+        return self.key_file is not None or self.key_env is not None
+
+    def _check_key_place(self) -> None:
+        """No message repeats what was given: somebody may have given the key itself."""
+        if self.key_file is not None and self.key_env is not None:
+            raise ConfigError("DiskBackend: give key_file or key_env, not both")
+        for name in ("key_file", "key_env"):
+            place = getattr(self, name)
+            place = os.fspath(place) if isinstance(place, os.PathLike) and name == "key_file" else place
+            if place is not None and (not isinstance(place, str) or re.fullmatch(r"|[0-9a-fA-F]{32,}", place)):
+                raise ConfigError(f"DiskBackend: {name} is where the key is, not the key: a path, or a variable's name")
+            msgspec.structs.force_setattr(self, name, place)
+        if self.key_env is not None and not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", self.key_env):
+            raise ConfigError("DiskBackend: key_env is no name of an environment variable")
 
     def __repr__(self) -> str:
         return f"DiskBackend({self.path!r}, size_gb={self.size_gb})"

@@ -4,10 +4,25 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
 
 import msgspec
 
-from .backend import DEFAULT_SIZE_GB, GIB, CPUBackend, DiskBackend, GPUBackend, HierarchicalBackend, Level, levels_of
+from .backend import (
+    DEFAULT_SIZE_GB,
+    GIB,
+    Backend,
+    CPUBackend,
+    DiskBackend,
+    GPUBackend,
+    HierarchicalBackend,
+    Level,
+    levels_of,
+)
+from .block.identity import Identity
+from .codec.aesgcm import AesGcm
+from .codec.keys import load_key
 from .config import ManagerConfig
 from .engine.chain import TierChain
 from .engine.flow import FlowSettings
@@ -18,6 +33,7 @@ from .engine.tier import Ingestion, Tier
 from .errors import CapacityError
 from .policy.base import EvictionPolicy
 from .store.disk import DiskStore
+from .store.disk.identities import leave_note
 from .store.memory import MemoryStore
 
 
@@ -61,9 +77,18 @@ def _tier(
         tier = LastingTier(name, store, policy, budget, ledger, clock, roots)
         tier.ingestion = Ingestion(level.ingestion)
         tier.hot_hits = level.hot_hits
+        if level.is_encrypted:
+            tier.codec = AesGcm(partial(load_key, level.key_file, level.key_env))
         return tier
     memory = MemoryStore(None, level.huge_pages) if isinstance(level, CPUBackend) else MemoryStore(level.device)
     return Tier(name, memory, policy, budget, ledger, clock)
+
+
+def leave_notes(backend: Backend, identity: Identity) -> None:
+    """Write down in each directory of *backend* whose blocks those of *identity* are, for people; raises OSError."""
+    for level in levels_of(backend):
+        if isinstance(level, DiskBackend):
+            leave_note(Path(level.path), identity)
 
 
 def _io_threads(levels: Sequence[Level]) -> int:

@@ -228,12 +228,21 @@ def _check_prologue(data: memoryview) -> tuple[int, int]:
     return header_bytes, count
 
 
+def seal_header(view: memoryview) -> None:
+    """Make the checksum of a whole header right again after fields were changed in place."""
+    _CHECKSUM.pack_into(view, _CHECKSUM_AT, _sum_of(view))
+
+
 def _check_sum(data: memoryview) -> None:
-    state = xxhash.xxh3_64(data[:_CHECKSUM_AT])
-    state.update(bytes(_CHECKSUM.size))  # the sum was taken with zeros in its own place
-    state.update(data[_CHECKSUM_AT + _CHECKSUM.size :])
-    if state.intdigest() != _CHECKSUM.unpack_from(data, _CHECKSUM_AT)[0]:
+    if _sum_of(data) != _CHECKSUM.unpack_from(data, _CHECKSUM_AT)[0]:
         raise HeaderError(Reason.CHECKSUM, "the header does not match its checksum")
+
+
+def _sum_of(data: memoryview) -> int:
+    state = xxhash.xxh3_64(data[:_CHECKSUM_AT])
+    state.update(bytes(_CHECKSUM.size))  # the sum is taken with zeros in its own place
+    state.update(data[_CHECKSUM_AT + _CHECKSUM.size :])
+    return state.intdigest()
 
 
 def _text(field: bytes, what: str) -> str:

@@ -142,7 +142,9 @@ class Fetch:
         spec = self._source.spec
         assert spec is not None
         image = self.landing.memory.view[int(self.landing.slots[number])]
-        return prove(spec, image, self._chain, self._first + number)
+        codec = self._source.codec
+        refused = codec.decode(spec, image) if codec is not None else None
+        return refused or prove(spec, image, self._chain, self._first + number)
 
     def wait(self, timeout: float) -> bool:
         """Wait for the end; when that takes too long, the read will let go by itself."""

@@ -12,6 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ..block.spec import BlockSpec
+from ..codec.base import UNREADABLE_HERE, ImageCodec
+from ..errors import StoreError
 from ..policy.base import NO_HINT, EvictionPolicy, RequestHint
 from ..store.base import Entries, LastingStore, SlotMemory
 from .index import Index
@@ -19,10 +21,15 @@ from .ledger import Event, Ledger
 from .roots import Roots
 from .table import Keys, Rows
 from .tier import Tier
+from .transit import Transit
 from .tree import READY
 from .values import Chain, Reservation
 
 SPARE_ROWS = 4096
+STAGING_BYTES = 32 << 20
+"""Memory for images that are encoded and not written yet, all threads together."""
+STAGED_BYTES = 8 << 20
+"""What one thread encodes before it writes."""
 
 
 class LastingIndex(Index):
@@ -151,8 +158,12 @@ class LastingTier(Tier):
         super().__init__(name, store, policy, budget_bytes, ledger, clock)
         self._roots = roots
         self._refreshed_s = clock()
+        self._staging: Transit | None = None
 
     def open(self, spec: BlockSpec) -> None:
+        if self.codec is not None:
+            self.codec.open()
+            self._staging = Transit(spec, STAGING_BYTES)
         self.block_bytes = self.store.slot_bytes(spec)
         self.spec = spec
         self.store.open(spec, 0)
@@ -209,7 +220,34 @@ class LastingTier(Tier):
 
     def write_images(self, rows: Rows, memory: SlotMemory, slots: Rows) -> int:
         """Write sealed images from *slots* of host memory to *rows*; returns how many leading ones were written."""
-        return self.store.write(rows, memory, slots, 0, depths=self.index.depth[rows])
+        if self.codec is None or self._staging is None:
+            return self.store.write(rows, memory, slots, 0, depths=self.index.depth[rows])
+        written = 0
+        while written < len(rows):
+            count = min(len(rows) - written, max(STAGED_BYTES // self.block_bytes, 1))
+            staged = self._staging.take(count, wait=True)
+            try:
+                part = slice(written, written + len(staged))
+                done = self._write_encoded(self.codec, self._staging, staged, rows[part], memory, slots[part])
+            except StoreError:
+                if not written:
+                    raise
+                break
+            finally:
+                self._staging.give_back(staged)
+            written += done
+            if done < len(staged):
+                break
+        return written
+
+    def _write_encoded(
+        self, codec: ImageCodec, staging: Transit, staged: Rows, rows: Rows, memory: SlotMemory, slots: Rows
+    ) -> int:
+        """Write by way of *staged*: the images in *memory* may be read by others and stay as they are."""
+        source, encoded = memory.view, staging.memory.view
+        for slot, into in zip(slots.tolist(), staged.tolist(), strict=True):
+            codec.encode(staging.spec, source[slot], encoded[into])
+        return self.store.write(rows, staging.memory, staged, 0, depths=self.index.depth[rows])
 
     def _clear_other_class(self) -> None:
         """Make room by emptying a segment of blocks of another size, if this process owns one and needs it."""
@@ -223,9 +261,17 @@ class LastingTier(Tier):
 
     def reject(self, rows: Rows, reason: str) -> None:
         bad = rows[:1]
-        if len(bad) and self.lasting.pins[bad[0]] == 0 and self.store.owned(bad).all():
+        sound = reason in UNREADABLE_HERE  # its place is as good as any
+        if len(bad) and not sound and self.lasting.pins[bad[0]] == 0 and self.store.owned(bad).all():
             self.store.quarantine(bad)
         super().reject(rows, reason)
+
+    def close(self) -> None:
+        super().close()
+        if self.codec is not None:
+            self.codec.close()
+        if self._staging is not None:
+            self._staging.close()
 
     def settle(self) -> None:
         """Let the store free the places of rows that have left."""

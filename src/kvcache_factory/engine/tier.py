@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from ..block.envelope import checksum
 from ..block.spec import BlockSpec
+from ..codec.base import ImageCodec
 from ..errors import CapacityError
 from ..policy.base import NO_HINT, EvictionPolicy, RequestHint
 from ..store.base import SlotMemory, Store
@@ -67,6 +68,7 @@ class Tier:
         self._clock = clock
         self.ingestion = Ingestion.ALL
         self.hot_hits = 2
+        self.codec: ImageCodec | None = None
         self.spec: BlockSpec | None = None
         self._index: Index | None = None
         self.block_bytes = 0

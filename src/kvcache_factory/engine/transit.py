@@ -17,9 +17,9 @@ MIN_SLOTS = 8
 class Transit:
     """A pool of slot images, allocated when it is first needed."""
 
-    def __init__(self, spec: BlockSpec) -> None:
+    def __init__(self, spec: BlockSpec, nbytes: int = TRANSIT_BYTES) -> None:
         self.spec = spec
-        self._slots = max(TRANSIT_BYTES // spec.slot_bytes, MIN_SLOTS)
+        self._slots = max(nbytes // spec.slot_bytes, MIN_SLOTS)
         self._memory: Slab | None = None
         self._free = list(range(self._slots - 1, -1, -1))
         self._changed = threading.Condition()
