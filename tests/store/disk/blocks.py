@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -80,6 +82,16 @@ def span(start: int, stop: int) -> Slots:
 def numbers_in(entries: Entries) -> list[int]:
     """The block numbers of entries."""
     return [int(key[0]) for key in entries.keys]
+
+
+def disk_usage(path: Path) -> int:
+    """Bytes of all files of a directory, in which others may be at work."""
+    total = 0
+    with os.scandir(path) as files:
+        for file in files:
+            with contextlib.suppress(FileNotFoundError):
+                total += file.stat().st_size
+    return total
 
 
 def open_store(path: Path, *, segments: int = 8, spec: BlockSpec = SPEC, **options: object) -> DiskStore:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tests.store.disk.blocks import SEGMENT, Cache
+from tests.store.disk.blocks import SEGMENT, Cache, disk_usage
 
 Opened = Callable[..., Cache]
 
@@ -34,7 +34,7 @@ def kill_again_and_again(directory: Path, opened: Opened, workers: object, times
             survivor = start(directory, times + turn + 2, 6)
         else:
             cache.close()
-        assert sum(file.stat().st_size for file in directory.iterdir()) <= 6 * SEGMENT
+        assert disk_usage(directory) <= 6 * SEGMENT
     assert read > 20 * times
 
 

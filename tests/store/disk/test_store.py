@@ -14,6 +14,7 @@ from tests.store.disk.blocks import (
     SEGMENT,
     SPEC,
     Cache,
+    disk_usage,
     fill,
     numbers_in,
     open_store,
@@ -29,11 +30,6 @@ from kvcache_factory.store.disk import DiskStore
 from kvcache_factory.store.disk.aio import SlotFile
 
 Opened = Callable[..., Cache]
-
-
-def disk_usage(path: Path) -> int:
-    """Bytes of all files of a directory."""
-    return sum(file.stat().st_size for file in path.iterdir())
 
 
 @pytest.mark.parametrize("direct", ["auto", "never"])
