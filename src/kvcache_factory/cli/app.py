@@ -11,7 +11,7 @@ from .. import __version__
 from ..errors import KVCacheError
 from .output import debugging
 
-COMMANDS = ("bench", "demo", "doctor")
+COMMANDS = ("bench", "demo", "doctor", "inspect", "purge", "verify")
 
 
 class CleanError(click.ClickException):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import click
@@ -17,7 +18,21 @@ TABLES = {
     ),
     "match": ("Prefix lookup of long prompts.", "peek, keys known, from tokens, next turn; in milliseconds."),
     "keys": ("Block keys from tokens.", "Nanoseconds a token for each key builder."),
+    "disk": (
+        "Put and get of blocks on disk against fio.",
+        "Wall time, four threads, ratio to fio psync with four jobs where fio is installed, else to a probe.",
+    ),
     "index": ("Memory and eviction of the index.", "Bytes a block, and eviction with half of the entries leased."),
+}
+OPTIONS = {
+    "disk": (
+        click.Option(
+            ["--path"],
+            type=click.Path(exists=True, file_okay=False, writable=True, path_type=Path),
+            metavar="DIR",
+            help="Directory on the disk to measure; by default that of temporary files.",
+        ),
+    )
 }
 
 
@@ -27,18 +42,19 @@ def bench() -> None:
 
 
 def _command(name: str, title: str, detail: str) -> click.Command:
-    def run(quick: bool, as_json: bool) -> None:
+    def run(quick: bool, as_json: bool, **options: Any) -> None:
         room = import_module(f"kvcache_factory.bench.{name}")
         measure: Callable[..., list[dict[str, Any]]] = getattr(room, f"run_{name}")
+        given = {key: value for key, value in options.items() if value is not None}
         with progress_bar(f"bench {name}") as progress:
-            rows = measure(progress=progress, quick=quick)
+            rows = measure(progress=progress, quick=quick, **given)
         emit(f"bench {name}", rows, as_json=as_json, title=f"bench {name}: {title}")
 
     quick = click.Option(["--quick"], is_flag=True, help="Fewer rounds and smaller sets: a smoke test, not a figure.")
     command = click.Command(
         name,
         callback=run,
-        params=[quick],
+        params=[quick, *OPTIONS.get(name, ())],
         help=f"{title}\n\n{detail}",
         epilog=f"Example: kvcache-factory bench {name} --json",
     )

@@ -12,6 +12,7 @@ import click
 
 from .. import __version__
 from . import machine
+from .doctor_disk import check_disk
 from .output import DEBUG_VARIABLE, debugging, emit, json_option, progress_bar
 
 GIB = 1 << 30
@@ -166,9 +167,15 @@ def examine(name: str, check: Callable[[], Iterable[Finding]]) -> list[Finding]:
     metavar="DIR",
     help="Also print the identity of this model directory (config.json and *.safetensors).",
 )
+@click.option(
+    "--disk",
+    type=click.Path(path_type=Path),
+    metavar="PATH",
+    help="Also say whether this directory, which need not exist yet, is a good place for a disk tier.",
+)
 @json_option
 @click.pass_context
-def doctor(context: click.Context, model: Path | None, as_json: bool) -> None:
+def doctor(context: click.Context, model: Path | None, disk: Path | None, as_json: bool) -> None:
     """Say what this machine offers, what is missing and what is broken.
 
     The exit code is 1 when something is broken; a note is not.
@@ -180,6 +187,8 @@ def doctor(context: click.Context, model: Path | None, as_json: bool) -> None:
     rows += examine("devices", check_devices)
     if model is not None:
         rows += examine("model", lambda: check_model(model))
+    if disk is not None:
+        rows += examine("disk", lambda: check_disk(disk))
     emit("doctor", rows, as_json=as_json)
     broken = [row["check"] for row in rows if row["state"] == State.BROKEN]
     if broken:

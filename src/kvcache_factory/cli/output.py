@@ -76,6 +76,16 @@ def cell(value: Any) -> str:
     return f"{value:,}" if isinstance(value, int) else value
 
 
+def shorten(row: Row) -> dict[str, Any]:
+    """A row for people: digests and fingerprints by their beginning."""
+    shown = dict(row)
+    for name in ("identity", "model"):
+        text = shown.get(name)
+        if isinstance(text, str) and len(text) > 24:
+            shown[name] = f"{text[:12]}…"
+    return shown
+
+
 def print_rows(rows: Sequence[Row], *, title: str = "", columns: Sequence[str] | None = None) -> None:
     """Print *rows* as a table; the columns are those of the first row unless given."""
     from rich.table import Table
