@@ -11,7 +11,7 @@ from .backend import Backend, CPUBackend
 from .block.identity import Identity
 from .block.key import root_key
 from .block.spec import BlockSpec
-from .build import build_chain
+from .build import build_chain, leave_notes
 from .config import Integrity, ManagerConfig, PolicyConfig, dump_config, parse_config
 from .engine.chain import TierChain
 from .engine.index import Index
@@ -135,6 +135,8 @@ class CacheManager:
                 f"{spec.block_tokens} tokens of {spec.dtype.value}; make both from the same model"
             )
         self._chain.open(spec)
+        with self._context.guarded("note"):
+            leave_notes(self.config.backend, identity)
         warm_up_in_background()
         # Roots are negative, so that they cannot be taken for rows; -1 means "no parent" and is nobody's.
         root = self._chain.roots.number(root_key(identity, self.config.key_builder), identity.digest)
