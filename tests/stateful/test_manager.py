@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import threading
 from typing import ClassVar, NamedTuple
 
 from hypothesis import assume, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvcache_factory.block.envelope import Fidelity
 from kvcache_factory.block.key import KeyChain
 from kvcache_factory.block.plan import Match
 from kvcache_factory.engine.index import Reservation
+from kvcache_factory.engine.io import Lane
 from kvcache_factory.engine.ledger import Event
 from kvcache_factory.engine.tree import READY
 from kvcache_factory.errors import SessionExistsError, UnknownSessionError
@@ -22,7 +24,18 @@ Blocks = tuple[int, ...]
 """A conversation as the numbers of its blocks: equal beginnings are equal prefixes."""
 
 MAX_AGE = 100.0
-conversations = st.lists(st.integers(0, 2), min_size=1, max_size=6).map(tuple)
+POOL: list[Blocks] = [
+    (0,),
+    (0, 1, 2),
+    (0, 1, 2, 0, 1),
+    (0, 1, 2, 0, 1, 2, 2, 2),
+    (0, 1, 0, 0),
+    (1, 1, 1, 1, 1, 1),
+    (1, 2),
+    (2, 0, 0, 1, 2),
+]
+"""Few conversations with much in common, so that most requests meet something of an earlier one."""
+conversations = st.sampled_from(POOL)
 names = st.sampled_from(["a", "b"])
 requests = st.sampled_from(["r0", "r1", "r2"])
 
@@ -62,6 +75,8 @@ class CacheMachine(RuleBasedStateMachine):
         self.damaged: set[Blocks] = set()
         self.copied_down = len(self.levels) > 1
         self.pending: list[tuple[KeyChain, Blocks, Reservation]] = []
+        self.chains: dict[Blocks, KeyChain] = {}
+        self.gate: threading.Event | None = None
         self.version = 0
 
     def _prepare(self, manager: CacheManager) -> None:
@@ -73,7 +88,11 @@ class CacheMachine(RuleBasedStateMachine):
     # -- what the model says ------------------------------------------------------------------------------------------
 
     def _chain_of(self, blocks: Blocks) -> KeyChain:
-        return self.space.chain([10 * block + i for block in blocks for i in range(self.space.block_tokens)])
+        if blocks not in self.chains:  # kept, so that what a chain object remembers of its rows is tested as well
+            self.chains[blocks] = self.space.chain(
+                [10 * block + i for block in blocks for i in range(self.space.block_tokens)]
+            )
+        return self.chains[blocks]
 
     def _leading(self, blocks: Blocks, known: set[Blocks] | dict[Blocks, set[int]]) -> int:
         ends = range(1, len(blocks) + 1)
@@ -100,12 +119,17 @@ class CacheMachine(RuleBasedStateMachine):
         if session in self.charged:
             self.charged[session] |= {blocks[:end] for end in range(1, len(blocks) + 1)}
 
+    def _expire(self) -> None:
+        """What every look-up does with leases of lost requests."""
+        self.held = {request: held for request, held in self.held.items() if held.created > self.now - MAX_AGE}
+
     def _store_of(self, number: int) -> FaultyStore:
         store = self.chain.tiers[number].store
         assert isinstance(store, FaultyStore)
         return store
 
     def _break_next(self, number: int, op: str) -> None:
+        self._resume()
         store = self._store_of(number)
         store.schedule = at({(op, store.calls[op]): Fail()})
 
@@ -114,9 +138,38 @@ class CacheMachine(RuleBasedStateMachine):
         for number in range(len(self.levels)):
             self._store_of(number).schedule = at({})
 
+    @initialize(first=conversations, second=conversations)
+    def begin(self, first: Blocks, second: Blocks) -> None:
+        """Start with something to find."""
+        self.save(first, 0, None, False)
+        self.save(second, 0, None, True)
+
+    # -- background work ----------------------------------------------------------------------------------------------
+
+    @precondition(lambda self: len(self.levels) > 1 and self.gate is None)
+    @rule()
+    def stop_background(self) -> None:
+        """Copies between tiers queue up: calls meet blocks that have not arrived below yet."""
+        began, gate = threading.Event(), threading.Event()
+        self.gate = gate
+        self.chain.flow.io.submit(Lane.LOAD, lambda: (began.set(), gate.wait()))
+        assert began.wait(60)
+
+    @precondition(lambda self: self.gate is not None)
+    @rule()
+    def resume_background(self) -> None:
+        """They go on, whatever has become of their blocks."""
+        self._resume()
+
+    def _resume(self) -> None:
+        if self.gate is not None:
+            self.gate.set()
+            self.gate = None
+            assert self.manager.wait(60)
+
     # -- saving -------------------------------------------------------------------------------------------------------
 
-    @rule(blocks=conversations, first=st.integers(0, 2), session=st.none() | names, paged=st.booleans())
+    @rule(blocks=conversations, first=st.sampled_from([0, 0, 0, 1, 3]), session=st.none() | names, paged=st.booleans())
     def save(self, blocks: Blocks, first: int, session: str | None, paged: bool) -> None:
         """Store what is missing, from any block on, out of either kind of engine."""
         self.version += 1
@@ -201,15 +254,26 @@ class CacheMachine(RuleBasedStateMachine):
         self._charge(session, asked[: match.blocks])
         versions = [set(self.may[asked[: end + 1]]) for end in range(match.blocks)]
         self.held[request] = Held(blocks, chain, match, versions, self.now)
-        self.held = {r: held for r, held in self.held.items() if held.created > self.now - MAX_AGE}
+        self._expire()
+
+    @rule(request=requests, blocks=conversations, session=st.none() | names, paged=st.booleans(), end=st.booleans())
+    def turn(self, request: str, blocks: Blocks, session: str | None, paged: bool, end: bool) -> None:
+        """What an engine does: look up, load, compute the rest, save it, and mostly give back."""
+        self.match(request, blocks, session, None)
+        self._load(request, paged, False, 0)
+        self.save(blocks, self.held[request].match.blocks, session, paged)
+        if end:
+            self.release(request)
 
     @precondition(lambda self: self.held)
-    @rule(data=st.data(), paged=st.booleans(), fail=st.booleans())
-    def load(self, data: st.DataObject, paged: bool, fail: bool) -> None:
+    @rule(pick=st.integers(0, 5), paged=st.booleans(), fail=st.booleans(), fewer=st.integers(0, 2))
+    def load(self, pick: int, paged: bool, fail: bool, fewer: int) -> None:
         """What a lease holds comes back byte for byte, also after it was dropped, evicted above or forgotten."""
-        request = data.draw(st.sampled_from(sorted(self.held)))
+        self._load(sorted(self.held)[pick % len(self.held)], paged, fail, fewer)
+
+    def _load(self, request: str, paged: bool, fail: bool, fewer: int) -> None:
         blocks, chain, match, versions, _ = self.held[request]
-        count = data.draw(st.integers(0, match.blocks))
+        count = max(match.blocks - fewer, 0)
         engine = self.other_engine if paged else self.engine
         engine.erase()
         if fail and count:
@@ -249,11 +313,13 @@ class CacheMachine(RuleBasedStateMachine):
     def prefetch(self, blocks: Blocks) -> None:
         """Bringing blocks up changes nothing that can be seen."""
         self.space.prefetch(self._chain_of(blocks))
+        self._resume()  # until it has ended, a prefetch holds a lease of its own
+        self._expire()
 
     # -- leaving ------------------------------------------------------------------------------------------------------
 
     def _excuse_evictions(self) -> None:
-        if not self.copied_down:
+        if not self.copied_down or self.gate is not None:
             self.must.clear()
 
     def _excuse_damage(self) -> None:
@@ -275,6 +341,7 @@ class CacheMachine(RuleBasedStateMachine):
     @rule()
     def reset(self) -> None:
         """Everything is gone, sessions stay."""
+        self._resume()
         self.manager.reset()
         self.may.clear()
         self.must.clear()
@@ -328,7 +395,7 @@ class CacheMachine(RuleBasedStateMachine):
     @invariant()
     def sound(self) -> None:
         """No invariant is broken, budgets are kept, and the manager knows of as many leases as the model."""
-        assert self.manager.wait(60)
+        assert self.gate is not None or self.manager.wait(60)
         assert self.manager.check() == []
         state = self.manager.state()
         assert all(tier["held_bytes"] <= tier["budget_bytes"] for tier in state["tiers"])
@@ -339,6 +406,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         """When all is given back, every block can leave: no pin was lost."""
+        self._resume()
         while self.pending:
             self.end_a_slow_save(False)
         for request in list(self.held):
@@ -387,7 +455,7 @@ class ThreeTightTiers(CacheMachine):
     roomy = False
 
 
-FEW = settings(max_examples=40, stateful_step_count=25)
+FEW = settings(max_examples=50, stateful_step_count=40)
 
 
 class TestOneRoomyTier(OneRoomyTier.TestCase):
