@@ -7,7 +7,7 @@ import numpy.typing as npt
 
 from ..block.envelope import Fidelity
 from ..policy.base import NO_HINT, EvictionPolicy, RequestHint
-from .record import DIFFERS, NOT_EXACT, NOT_READY, compare
+from .record import DIFFERS, NOT_EXACT, NOT_READY, compare, publish, write
 from .roots import Roots
 from .table import Keys, Rows
 from .tree import DOOMED, FREE, NO_KEYS, PENDING, READY, Tree, as_slice
@@ -106,15 +106,12 @@ class Index(Tree):
         if not len(rows):
             return 0
         with self._lock:
-            span = as_slice(rows)
-            self.busy[span] = False
-            alive = self.state[span] == PENDING
-            if not alive.all():
+            if not publish(self, rows):
+                alive = self.state[rows] == PENDING
                 self._collect(rows[~alive][::-1].tolist())
                 rows = rows[alive]
-                span = rows
+                self.state[rows] = READY
             if len(rows):
-                self.state[span] = READY
                 self.policy.on_request(self._clock(), rows, 0, hint)
                 self._offer(int(rows[-1]))  # each of the others has the next as its child
             return len(rows)
@@ -317,7 +314,7 @@ class Index(Tree):
 
     def _place(self, rows: Rows, chain: Chain, start: int) -> Rows:
         """Make reserved *rows* findable under the keys of *chain*, and give back those behind a key that repeats."""
-        self.keys[as_slice(rows)] = chain.keys[start : start + len(rows)]
+        self.keys[rows] = chain.keys[start : start + len(rows)]
         placed = self._table.insert(rows)
         if placed < len(rows):
             self._release(rows[placed:])
@@ -333,24 +330,14 @@ class Index(Tree):
         layout: int | npt.NDArray[np.uint8],
     ) -> None:
         stop = start + len(rows)
-        span = as_slice(rows)
-        if self.tokens.shape[1]:
-            self.tokens[span] = chain.token_blocks[start:stop]
-        self.extras[span] = chain.extras[start:stop]
-        self.parent[rows[1:]] = rows[:-1]
-        self.parent[rows[0]] = tip
-        self.depth[span] = np.arange(start, stop)
-        self.children[span] = 1
-        self.children[rows[-1]] = 0
-        self.state[span] = PENDING
-        self.busy[span] = True
-        self.hits[span] = 0
-        self.wipe[span] = False
-        self.checksum[span] = 0
-        self.layout[span] = layout
+        write(self, rows, tip, start, chain.extras[start:stop], chain.token_blocks[start:stop])
+        self.layout[rows] = layout
         # What is computed on a lossy prefix is at most as good as that prefix.
         inherited = int(self.fidelity[tip]) if tip >= 0 else 0
-        self.fidelity[span] = np.maximum.accumulate(np.maximum(np.atleast_1d(np.uint8(fidelity)), inherited))
+        if isinstance(fidelity, int):
+            self.fidelity[rows] = max(fidelity, inherited)
+        else:
+            self.fidelity[rows] = np.maximum.accumulate(np.maximum(fidelity, inherited))
         if tip >= 0:
             self._children_at[tip] += 1
             if self._children_at[tip] == 1:
