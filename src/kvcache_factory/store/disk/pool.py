@@ -217,6 +217,9 @@ class Pool:
 
     def remove_empty(self, candidates: Iterable[Segment], *, grow: bool = False) -> bool:
         """Remove the first own segment of *candidates* that is empty, and *grow* in its place at once."""
+        candidates = list(candidates)
+        if not candidates:  # the lock is a file, and the directory may be somebody else's by now
+            return False
         with self._files_lock, self.directory.locked():
             for one in candidates:
                 with self.lock:
