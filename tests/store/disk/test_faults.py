@@ -145,6 +145,8 @@ def test_a_write_that_fails_half_way_keeps_the_leading_blocks(opened: Opened, mo
         assert len(cache.save(*range(8))) == 3
     assert cache.check() == 0
     assert cache.store.stats()["reasons"] == {"enospc": 1}
+    cache.close()
+    assert sorted(opened().number_of.values()) == [0, 1, 2], "no record speaks of what was not written"
 
 
 def test_writing_nothing_without_a_reason_is_an_error(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,10 +164,11 @@ def test_a_full_disk_stops_growth_and_not_the_reuse_of_slots(
     """No new segment for a second; blocks that leave make room meanwhile."""
     cache = opened(clock=clock)
     written = cache.save(*range(28))
-    monkeypatch.setattr(os, "posix_fallocate", failing(errno.ENOSPC, []))
-    with pytest.raises(StoreError) as full:
-        cache.save(100)
-    assert full.value.reason == "enospc"
+    calls: list[str] = []
+    monkeypatch.setattr(os, "posix_fallocate", failing(errno.ENOSPC, calls))
+    for _ in range(3):
+        assert cache.save_until_refused([100]).reason == "enospc"
+    assert len(calls) == 1, "a disk that is full is not asked again at once"
     assert cache.store.room() == 0
     cache.free(written[:2])
     assert cache.store.room() == 2

@@ -13,6 +13,7 @@ from tests.store.disk.blocks import SEGMENT, Cache, disk_usage, rows
 
 from kvcache_factory.errors import StoreError
 from kvcache_factory.store.disk import directory as directories
+from kvcache_factory.store.disk import segment
 from kvcache_factory.store.disk.directory import Directory
 
 Opened = Callable[..., Cache]
@@ -132,6 +133,42 @@ def test_a_segment_whose_log_was_compacted_belongs_to_its_owner(opened: Opened) 
     reader = opened(segments=2)
     assert not reader.store.owned(np.array(sorted(reader.number_of), np.int32)).any()
     os.close(old)
+
+
+def test_a_log_that_is_replaced_while_it_is_looked_at_is_not_taken_over(
+    opened: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The owner compacts between our opening the log and our asking for its lock: the old file's lock means nothing."""
+    writer = opened(segments=2)
+    writer.save(1)
+    log_path = next(writer.store.directory.path.glob("*.log"))
+    inode = log_path.stat().st_ino
+    open_log = segment._open_log
+
+    def slow_open(path: Path) -> tuple[int, bool]:
+        opened_log = open_log(path)
+        number = 10
+        while log_path.stat().st_ino == inode:
+            writer.free(writer.save(number))
+            number += 1
+        return opened_log
+
+    monkeypatch.setattr(segment, "_open_log", slow_open)
+    reader = opened(segments=2)
+    assert log_path.stat().st_ino != inode
+    assert not reader.store.owned(np.array(sorted(reader.number_of), np.int32)).any()
+    assert reader.store.stats()["owned_segments"] == 0
+
+
+def test_a_full_disk_does_not_hide_what_others_have_stored(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not being able to write down how we stand must not lose what a look has found."""
+    writer, reader = opened(), opened()
+    writer.save(1, 2)
+    reader.store._open._starved = True
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", lambda *_: (_ for _ in ()).throw(OSError(28, "no space")))
+        reader.refresh()
+    assert sorted(reader.number_of.values()) == [1, 2]
 
 
 def test_the_budget_holds_over_all_processes_together(opened: Opened) -> None:

@@ -30,6 +30,7 @@ class Images:
 
     def views(self, start: int, count: int, size: int) -> list[memoryview]:
         """*count* images from number *start* on, the first *size* bytes of each."""
+        assert size <= self._bytes.shape[1], "the slots are smaller than the images"
         return [memoryview(self._bytes[slot])[:size] for slot in self._slots[start : start + count].tolist()]
 
     def headers(self, part: slice) -> npt.NDArray[np.uint8]:

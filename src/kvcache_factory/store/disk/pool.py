@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import threading
 from collections.abc import Callable, Iterable
@@ -97,7 +98,8 @@ class Pool:
             for number in listing.logs:
                 if number in listing.data and number not in self._refused:
                     self._look_at(number, seen)
-            self.presence.say(self._wants_room(), self.owned_bytes)
+            with contextlib.suppress(OSError):  # a full disk: the others go on believing what we said last
+                self.presence.say(self._wants_room(), self.owned_bytes)
             return seen
 
     def _look_at(self, number: int, seen: Seen) -> None:

@@ -197,8 +197,9 @@ class DiskStore(LastingStore):
         After a failure other than ``full``, the same error is raised at once for a second.
         """
         pool = self._open
-        if pool.health.writing.error is not None:
-            raise pool.health.writing.error
+        paused = pool.health.writing.error
+        if paused is not None:
+            raise paused
         images, done = Images(source, source_slots, source_offset), 0
         while done < len(slots):
             try:
