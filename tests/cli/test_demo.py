@@ -15,6 +15,7 @@ from kvcache_factory.demo import run as room
 ROWS = [
     {"phase": "cold", "turn": 1, "prompt_tokens": 2000, "reused_tokens": 0, "ttft_s": 4.0},
     {"phase": "warm", "turn": 1, "prompt_tokens": 2000, "reused_tokens": 1984, "ttft_s": 0.25},
+    {"phase": "restart", "turn": 1, "prompt_tokens": 2000, "reused_tokens": 1920, "ttft_s": 0.5},
 ]
 
 
@@ -34,21 +35,28 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 def test_json_has_a_row_for_each_phase_and_turn(seen: dict[str, Any]) -> None:
     """Scripts get the raw rows, with the documented keys."""
-    result = CliRunner().invoke(main, ["demo", "--json", "--turns", "1", "--plot", "x.png", "--dtype", "bfloat16"])
+    options = ["--turns", "1", "--plot", "x.png", "--dtype", "bfloat16", "--disk", "kv"]
+    result = CliRunner().invoke(main, ["demo", "--json", *options])
     assert result.exit_code == 0, result.output
     printed = json.loads(result.stdout)
     assert printed["command"] == "demo"
-    assert [row["phase"] for row in printed["rows"]] == ["cold", "warm"]
+    assert [row["phase"] for row in printed["rows"]] == ["cold", "warm", "restart"]
     documented = {"phase", "turn", "prompt_tokens", "reused_tokens", "ttft_s", "identical", "diverges_at"}
     assert all(set(row) == documented for row in printed["rows"])
-    assert seen == {"dtype": "bfloat16", "turns": 1, "max_new_tokens": 32, "plot": Path("x.png")}
+    assert seen == {
+        "dtype": "bfloat16",
+        "turns": 1,
+        "max_new_tokens": 32,
+        "plot": Path("x.png"),
+        "disk": Path("kv"),
+    }
 
 
-def test_the_table_puts_both_ways_beside_each_other(seen: dict[str, Any]) -> None:
+def test_the_table_puts_the_phases_beside_each_other(seen: dict[str, Any]) -> None:
     """People get one line a turn, with the speed-up and whether the answer is the same."""
     result = CliRunner().invoke(main, ["demo"])
     assert result.exit_code == 0, result.output
-    for text in ("1,984", "0.25", "16", "identical"):
+    for text in ("1,984", "0.25", "16", "1,920", "0.5", "identical"):
         assert text in result.stdout
     assert seen["dtype"] == "float32"
 

@@ -2,88 +2,101 @@
 
 from __future__ import annotations
 
+import json
 import math
 import sys
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from tests.demo import small as room
 
-from kvcache_factory.demo import run
+from kvcache_factory.demo import restart, run
 from kvcache_factory.demo.plot import draw
 from kvcache_factory.demo.text import QUESTIONS, question, reference_text
-from kvcache_factory.errors import ConfigError, MissingDependencyError
+from kvcache_factory.errors import ConfigError, MissingDependencyError, StoreError
 
 KEYS = {"phase", "turn", "prompt_tokens", "reused_tokens", "ttft_s", "identical", "diverges_at"}
 
 
-def bytes_tokenizer() -> PreTrainedTokenizerFast:
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
-    words = ["<pad>", "<|end|>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
-    raw = Tokenizer(models.BPE(vocab={word: i for i, word in enumerate(words)}, merges=[]))
-    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    raw.decoder = decoders.ByteLevel()
-    made = PreTrainedTokenizerFast(tokenizer_object=raw, pad_token="<pad>", eos_token="<|end|>")
-    made.chat_template = (
-        "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}<|end|>{% endfor %}"
-        "{% if add_generation_prompt %}assistant: {% endif %}"
-    )
-    return made
+PROGRAM = Path(room.__file__)
 
 
 @pytest.fixture
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tiny model and a short text in place of the real ones."""
-    tokenizer = bytes_tokenizer()
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=2048,
-        pad_token_id=0,
-        eos_token_id=1,
-        initializer_range=0.5,
-    )
-    model = LlamaForCausalLM(config).eval()
-    monkeypatch.setattr(run, "load_model", lambda dtype, progress: (model, tokenizer))
-    monkeypatch.setattr(run, "reference_text", lambda: reference_text(600))
+def small(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """A tiny model and a short text in place of the real ones, and the fresh process is played in this one."""
+    for module in (run, restart):
+        monkeypatch.setattr(module, "load_model", room.small_model)
+        monkeypatch.setattr(module, "reference_text", room.short_text)
+
+    def played(options: restart.Options, said: Callable[[dict[str, Any], list[int]], None]) -> None:
+        capsys.readouterr()
+        restart.main([json.dumps({name: getattr(options, name) for name in options.__struct_fields__})])
+        for line in capsys.readouterr().out.splitlines():
+            told = json.loads(line)
+            said(told["row"], told["answer"])
+
+    monkeypatch.setattr(run, "converse_afresh", played)
 
 
-def test_the_conversation_is_held_twice_with_the_same_answers(small: None) -> None:
-    """A row for each phase and turn; later warm turns reuse what earlier ones computed."""
+@pytest.fixture
+def restarting(small: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `small`, with a fresh process that is one."""
+    monkeypatch.setattr(restart, "COMMAND", (sys.executable, str(PROGRAM)))
+    monkeypatch.setattr(run, "converse_afresh", restart.converse_afresh)
+
+
+def test_the_conversation_is_held_three_times_with_the_same_answers(small: None) -> None:
+    """A row for each phase and turn; later warm turns reuse what earlier ones computed, a restart even the first."""
     rows = run.run_demo(turns=3, max_new_tokens=20)
-    assert [(row["phase"], row["turn"]) for row in rows] == [(p, t) for p in ("cold", "warm") for t in (1, 2, 3)]
+    assert [(row["phase"], row["turn"]) for row in rows] == [(p, t) for p in run.PHASES for t in (1, 2, 3)]
     assert all(set(row) == KEYS for row in rows)
     assert all(row["identical"] and row["diverges_at"] is None and row["ttft_s"] > 0 for row in rows)
-    cold, warm = rows[:3], rows[3:]
+    cold, warm, again = rows[:3], rows[3:6], rows[6:]
     assert [row["prompt_tokens"] for row in cold] == [row["prompt_tokens"] for row in warm]
+    assert [row["prompt_tokens"] for row in cold] == [row["prompt_tokens"] for row in again]
     assert [row["reused_tokens"] for row in cold] == [0, 0, 0]
     assert warm[0]["reused_tokens"] == 0
     assert all(now["reused_tokens"] >= before["prompt_tokens"] - 64 for before, now in pairwise(warm))
+    assert all(row["reused_tokens"] >= row["prompt_tokens"] - 64 for row in again)
 
 
-def test_the_summary_puts_both_phases_beside_each_other(small: None) -> None:
-    """One row a turn, with the speed-up and a word on the output."""
+def test_a_process_that_knows_only_the_directory_is_warm_from_its_first_turn(restarting: None, tmp_path: Path) -> None:
+    """The main job of a disk tier; and the directory that was given stays for the next run, which is warm at once."""
+    rows = run.run_demo(turns=1, max_new_tokens=8, disk=tmp_path / "cache")
+    _, warm, again = rows
+    assert again["phase"] == "restart"
+    assert warm["reused_tokens"] == 0
+    assert again["reused_tokens"] >= again["prompt_tokens"] - 64
+    assert all(row["identical"] for row in rows)
+    assert list((tmp_path / "cache").glob("*.data"))
+
+
+def test_a_fresh_process_that_fails_says_why(restarting: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its last word is in the error, instead of rows that are not there."""
+    script = "import sys; print('noise', file=sys.stderr); sys.exit('no room on the disk')"
+    monkeypatch.setattr(restart, "COMMAND", (sys.executable, "-c", script))
+    with pytest.raises(StoreError, match="ended with 1: no room on the disk"):
+        restart.converse_afresh(restart.Options("x", "float32", 1, 1), lambda row, answer: None)
+
+
+def test_the_summary_puts_the_phases_beside_each_other(small: None) -> None:
+    """One row a turn, with the speed-up, the restart and a word on the output."""
     rows = run.summarise(run.run_demo(turns=2, max_new_tokens=4))
     assert [row["turn"] for row in rows] == [1, 2]
     assert all(row["output"] == "identical" for row in rows)
+    assert all(row["reused_after_restart"] > 0 and row["ttft_after_restart_s"] > 0 for row in rows)
     assert all(math.isclose(r["speed_up"], r["ttft_without_s"] / r["ttft_with_s"]) for r in rows)
 
 
 def test_progress_grows_to_the_end(small: None) -> None:
-    """The bar moves forward through both phases and ends full."""
+    """The bar moves forward through all phases and ends full."""
     seen: list[tuple[float, float]] = []
     run.run_demo(turns=2, max_new_tokens=2, progress=lambda done, total, text="": seen.append((done, total)))
     assert [done for done, _ in seen] == sorted(done for done, _ in seen)
-    assert seen[-1] == (4, 4)
+    assert seen[-1] == (6, 6)
 
 
 @pytest.mark.parametrize(
@@ -94,6 +107,14 @@ def test_where_answers_part(cold: list[int], warm: list[int], at: int | None) ->
     rows: list[dict[str, Any]] = [{"phase": "cold", "turn": 1}, {"phase": "warm", "turn": 1}]
     run._compare(rows, {"cold": [cold], "warm": [warm]})
     assert all(row["diverges_at"] == at and row["identical"] == (at is None) for row in rows)
+
+
+def test_a_cold_row_speaks_of_all_phases() -> None:
+    """The answer without the cache is identical when all others are; each other row speaks for itself."""
+    rows: list[dict[str, Any]] = [{"phase": phase, "turn": 1} for phase in run.PHASES]
+    run._compare(rows, {"cold": [[1, 2, 3]], "warm": [[1, 2, 3]], "restart": [[1, 2, 4]]})
+    assert [row["identical"] for row in rows] == [False, True, False]
+    assert [row["diverges_at"] for row in rows] == [2, None, 2]
 
 
 def test_numbers_that_cannot_work(small: None) -> None:

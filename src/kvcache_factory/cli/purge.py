@@ -27,7 +27,7 @@ def in_seconds(context: click.Context, option: click.Parameter, value: str | Non
     return float(match[1]) * SECONDS[match[2]]
 
 
-@click.command(epilog="Example: kvcache-factory purge /var/cache/kv --older-than 30d --namespace staging")
+@click.command(epilog="Example: kvcache-factory purge /var/cache/kv --older-than 30d")
 @click.argument("path", type=click.Path(path_type=Path))
 @click.option("--model", metavar="M", help="Blocks of this model: its fingerprint or id, or the first 8 characters.")
 @click.option("--older-than", metavar="AGE", callback=in_seconds, help="Written longer ago: 90m, 12h, 30d, 2w.")

@@ -1,4 +1,4 @@
-"""A picture of the demo: time to first token of each turn, both ways."""
+"""A picture of the demo: time to first token of each turn, in every phase."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 from ..errors import ConfigError, MissingDependencyError
 
-_LABELS = {"cold": "without the cache", "warm": "with the cache"}
-_COLOURS = {"cold": "#b0b7c3", "warm": "#2f6fed"}
+_LABELS = {"cold": "without the cache", "warm": "with the cache", "restart": "with the cache, after a restart"}
+_COLOURS = {"cold": "#b0b7c3", "warm": "#2f6fed", "restart": "#7fb2ff"}
 
 
 def require_matplotlib() -> None:
@@ -31,10 +31,13 @@ def draw(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
     turns = sorted({int(row["turn"]) for row in rows})
-    for place, phase in ((-0.2, "cold"), (0.2, "warm")):
+    phases = [phase for phase in _LABELS if any(row["phase"] == phase for row in rows)]
+    width = 0.8 / len(phases)
+    for number, phase in enumerate(phases):
+        place = (number - (len(phases) - 1) / 2) * width
         seconds = {int(row["turn"]): float(row["ttft_s"]) for row in rows if row["phase"] == phase}
         at = [turn + place for turn in turns if turn in seconds]
-        bars = axes.bar(at, [seconds[turn] for turn in turns if turn in seconds], 0.4, label=_LABELS[phase])
+        bars = axes.bar(at, [seconds[turn] for turn in turns if turn in seconds], width, label=_LABELS[phase])
         for bar in bars:
             bar.set_color(_COLOURS[phase])
         axes.bar_label(bars, fmt="%.2f", padding=2, fontsize=8)

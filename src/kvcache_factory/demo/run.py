@@ -1,38 +1,23 @@
-"""The main job: one conversation over a long text, held without the cache and then with it."""
+"""The main job: one conversation over a long text, without the cache, with it, and again after a restart."""
 
 from __future__ import annotations
 
-import time
+import tempfile
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError
+from .conversation import Row, backend_on, converse, warm_up
 from .model import Progress, load_model, silent
-from .text import question, reference_text
+from .restart import Options, converse_afresh
+from .text import reference_text
 
+PHASES = {"cold": "without the cache", "warm": "with the cache", "restart": "after a restart"}
 _TOKENS_PER_QUESTION = 48  # a question and what the template writes around it, generously
-_CACHE_GB = 1.0
 
-Row = dict[str, Any]
-
-
-class FirstToken:
-    """A streamer that notes when the first generated token arrives; the prompt is put before it."""
-
-    def __init__(self) -> None:
-        self._puts = 0
-        self._started_s = time.perf_counter()
-        self.seconds = float("nan")
-
-    def put(self, value: Any) -> None:
-        """Called by Transformers with the prompt, and then with each token."""
-        self._puts += 1
-        if self._puts == 2:
-            self.seconds = time.perf_counter() - self._started_s
-
-    def end(self) -> None:
-        """Called by Transformers when the sequence is complete."""
+Answers = dict[str, list[list[int]]]
 
 
 def run_demo(
@@ -41,15 +26,20 @@ def run_demo(
     turns: int = 4,
     max_new_tokens: int = 32,
     plot: Path | None = None,
+    disk: Path | None = None,
     progress: Progress = silent,
 ) -> list[Row]:
-    """Hold the conversation twice, greedily, and return a row for each phase and turn.
+    """Hold the conversation three times, greedily, and return a row for each phase and turn.
 
-    Rows: ``phase`` (cold: without the cache, warm: with it), ``turn``, ``prompt_tokens``, ``reused_tokens``, ``ttft_s``
-    (seconds from the call to the first token), ``identical`` (the answers of both phases are the same tokens) and
-    ``diverges_at`` (the first token that differs, counted from 0, or None).
+    Rows: ``phase`` (cold: without the cache, warm: with it, restart: with what it left on the disk, in a new process),
+    ``turn``, ``prompt_tokens``, ``reused_tokens``, ``ttft_s`` (seconds from the call to the first token), ``identical``
+    (the answer is the cold one, and the cold one that of all phases) and ``diverges_at`` (the first token that differs,
+    counted from 0, or None).
 
-    Raises MissingDependencyError without the packages or the model, ConfigError for numbers that cannot work.
+    *disk* is the directory of the disk tier, which stays; without, a temporary one goes with the call.
+
+    Raises MissingDependencyError without the packages or the model, ConfigError for numbers that cannot work,
+    StoreError when the new process fails.
     """
     if turns < 1 or max_new_tokens < 1:
         raise ConfigError(f"turns={turns} and max_new_tokens={max_new_tokens} must be at least 1")
@@ -60,7 +50,9 @@ def run_demo(
     model, tokenizer = load_model(dtype, progress)
     text = reference_text()
     _check_room(model, tokenizer, text, turns, max_new_tokens)
-    rows, answers = _both_phases(model, tokenizer, text, turns, max_new_tokens, progress)
+    with tempfile.TemporaryDirectory(prefix="kvcache-factory-demo-") as temporary:
+        options = Options(str(disk or Path(temporary) / "cache"), dtype, turns, max_new_tokens)
+        rows, answers = _all_phases(model, tokenizer, text, options, progress)
     _compare(rows, answers)
     if plot is not None:
         from .plot import draw
@@ -70,86 +62,83 @@ def run_demo(
 
 
 def summarise(rows: Sequence[Row]) -> list[Row]:
-    """One row for each turn, both phases beside each other: what the table shows."""
-    warm = {row["turn"]: row for row in rows if row["phase"] == "warm"}
-    return [
-        {
-            "turn": row["turn"],
-            "prompt_tokens": row["prompt_tokens"],
-            "reused_tokens": warm[row["turn"]]["reused_tokens"],
-            "ttft_without_s": row["ttft_s"],
-            "ttft_with_s": warm[row["turn"]]["ttft_s"],
-            "speed_up": row["ttft_s"] / warm[row["turn"]]["ttft_s"],
-            "output": "identical" if row["identical"] else f"differs from token {row['diverges_at']}",
-        }
-        for row in rows
-        if row["phase"] == "cold"
-    ]
+    """One row for each turn, its phases beside each other: what the table shows."""
+    turns: dict[int, dict[str, Row]] = defaultdict(dict)
+    for row in rows:
+        turns[row["turn"]][row["phase"]] = row
+    return [_summary(phases) for phases in turns.values()]
 
 
-def _both_phases(
-    model: Any, tokenizer: Any, text: str, turns: int, max_new_tokens: int, progress: Progress
-) -> tuple[list[Row], dict[str, list[list[int]]]]:
-    from ..backend import CPUBackend
+def _summary(phases: dict[str, Row]) -> Row:
+    cold, warm, restart = (phases.get(phase) for phase in PHASES)
+    assert cold is not None
+    assert warm is not None
+    summary = {
+        "turn": cold["turn"],
+        "prompt_tokens": cold["prompt_tokens"],
+        "reused_tokens": warm["reused_tokens"],
+        "ttft_without_s": cold["ttft_s"],
+        "ttft_with_s": warm["ttft_s"],
+        "speed_up": cold["ttft_s"] / warm["ttft_s"],
+    }
+    if restart is not None:
+        summary["reused_after_restart"] = restart["reused_tokens"]
+        summary["ttft_after_restart_s"] = restart["ttft_s"]
+    summary["output"] = "identical" if cold["identical"] else f"differs from token {cold['diverges_at']}"
+    return summary
+
+
+def _all_phases(
+    model: Any, tokenizer: Any, text: str, options: Options, progress: Progress
+) -> tuple[list[Row], Answers]:
     from ..integration.transformers import TransformersCacheAdapter
     from ..manager import CacheManager
 
     rows: list[Row] = []
-    answers: dict[str, list[list[int]]] = {}
-    with CacheManager(backend=CPUBackend(size_gb=_CACHE_GB)) as manager:
+    answers: Answers = defaultdict(list)
+    turns = options.turns
+
+    def said(row: Row, answer: list[int]) -> None:
+        rows.append(row)
+        answers[row["phase"]].append(answer)
+        tell(row["phase"])
+
+    def tell(phase: str) -> None:
+        turn = min(len(answers[phase]) + 1, turns)
+        progress(len(rows), len(PHASES) * turns, f"{PHASES[phase]}: turn {turn} of {turns}")
+
+    with CacheManager(backend=backend_on(Path(options.directory))) as manager:
         for phase in ("cold", "warm"):
             adapter = TransformersCacheAdapter.attach(model, manager, tokenizer=tokenizer)
             if phase == "cold":
                 adapter.detach()  # the same conversation, through the same code, without the cache
             try:
-                _warm_up(model, tokenizer)
-                answers[phase] = _converse(adapter, phase, text, turns, max_new_tokens, rows, progress)
+                tell(phase)
+                warm_up(model, tokenizer)
+                converse(adapter, phase, text, turns, options.max_new_tokens, said)
             finally:
                 adapter.detach()
+        manager.wait()  # until all is on the disk
+    tell("restart")
+    converse_afresh(options, said)
     return rows, answers
 
 
-def _converse(
-    adapter: Any, phase: str, text: str, turns: int, max_new_tokens: int, rows: list[Row], progress: Progress
-) -> list[list[int]]:
-    """Hold the conversation once, add its rows, and return the tokens of each answer."""
-    session = adapter.manager.create_session(f"demo-{phase}")
-    messages: list[dict[str, str]] = []
-    answers = []
-    for turn in range(1, turns + 1):
-        what = "without" if phase == "cold" else "with"
-        progress((phase == "warm") * turns + turn - 1, 2 * turns, f"{what} the cache: turn {turn} of {turns}")
-        content = question(turn) if messages else f"{text}\n\n{question(turn)}"
-        messages.append({"role": "user", "content": content})
-        clock = FirstToken()
-        reply = adapter.chat(session, messages, max_new_tokens=max_new_tokens, do_sample=False, streamer=clock)
-        messages.append({"role": "assistant", "content": reply.text})
-        answers.append(reply.token_ids)
-        rows.append(
-            {
-                "phase": phase,
-                "turn": turn,
-                "prompt_tokens": reply.prompt_tokens,
-                "reused_tokens": reply.reused_tokens,
-                "ttft_s": clock.seconds,
-            }
-        )
-    progress((1 + (phase == "warm")) * turns, 2 * turns)
-    return answers
-
-
-def _compare(rows: Sequence[Row], answers: dict[str, list[list[int]]]) -> None:
-    """Add to each row whether both phases answered its turn alike, and where they part."""
+def _compare(rows: Sequence[Row], answers: Answers) -> None:
+    """Add to each row whether its turn was answered as without the cache, and where not; to a cold row, of all."""
     for row in rows:
-        cold, warm = (answers[phase][row["turn"] - 1] for phase in ("cold", "warm"))
-        row["identical"] = cold == warm
-        parted = (i for i, (a, b) in enumerate(zip(cold, warm, strict=False)) if a != b)
-        row["diverges_at"] = None if cold == warm else next(parted, min(len(cold), len(warm)))
+        cold = answers["cold"][row["turn"] - 1]
+        phases = answers if row["phase"] == "cold" else [row["phase"]]
+        parted = [at for phase in phases if (at := _parts_at(cold, answers[phase][row["turn"] - 1])) is not None]
+        row["identical"] = not parted
+        row["diverges_at"] = min(parted, default=None)
 
 
-def _warm_up(model: Any, tokenizer: Any) -> None:
-    """Let the first call's own costs (allocations, lazy imports) fall outside of what is measured."""
-    model.generate(tokenizer("Hello", return_tensors="pt")["input_ids"], max_new_tokens=2, do_sample=False)
+def _parts_at(one: list[int], other: list[int]) -> int | None:
+    """The first place where two answers differ; the end of the shorter one where it is the beginning of the other."""
+    if one == other:
+        return None
+    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
 def _check_room(model: Any, tokenizer: Any, text: str, turns: int, max_new_tokens: int) -> None:
