@@ -23,7 +23,7 @@ from .engine.ledger import MANAGER, Event, Ledger
 from .errors import ConfigError, LayoutError
 from .memory.region import BlockPositions, Region
 from .policy.base import RequestHint, ReuseHint
-from .session import SessionBook, current_session
+from .session import Session, SessionBook, current_session
 
 if TYPE_CHECKING:
     from .config import ManagerConfig
@@ -160,8 +160,12 @@ class KeySpace:
                 hint = RequestHint(reuse=reuse_hint, total_blocks=chain.num_blocks, first_block=first)
                 self._require(chain, region)
                 part = positions[:count]
+                # Before anything is stored: whoever ends the session meanwhile takes these blocks along.
+                charged = self._charge(session, chain, first + count)
                 stored = self._context.chain.save(chain, self.root, region, part, first, fidelity, hint)
-                self._charge(session, chain, first + count)
+                if charged is not None and charged.purged is not None:
+                    keys = self._context.sessions.unheld(chain.keys[: first + count])
+                    self._context.chain.drop_unshared(keys, "session_destroyed", wipe=charged.purged)
         return stored
 
     def release(self, request_id: str, output_tokens: int = 0) -> bool:
@@ -190,11 +194,13 @@ class KeySpace:
         if region is not None and region.spec is not self.spec and region.spec != self.spec:
             raise LayoutError(f"the region was made for {region.spec}, this key space for {self.spec}")
 
-    def _charge(self, session: str | None, chain: KeyChain, blocks: int, *, used: bool = False) -> None:
+    def _charge(self, session: str | None, chain: KeyChain, blocks: int, *, used: bool = False) -> Session | None:
         session = session if session is not None else current_session(self._context.number)
+        charged = None
         if session is None:
-            return
+            return charged
         with self._context.guarded("charge"):
-            self._context.sessions.charge(session, chain.keys[:blocks])
+            charged = self._context.sessions.charge(session, chain.keys[:blocks])
             if used:
                 self._context.sessions.used(session, chain.num_tokens, blocks * self.block_tokens)
+        return charged

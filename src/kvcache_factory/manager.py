@@ -139,7 +139,7 @@ class CacheManager:
             leave_notes(self.config.backend, identity)
         warm_up_in_background()
         # Roots are negative, so that they cannot be taken for rows; -1 means "no parent" and is nobody's.
-        root = self._chain.roots.number(root_key(identity, self.config.key_builder), identity.digest)
+        root = self._chain.roots.number(root_key(identity, self.config.key_builder), identity.digest, known=True)
         return KeySpace(self._context, spec, identity, root, owner=self)
 
     @property
@@ -175,7 +175,7 @@ class CacheManager:
         """
         try:
             known = session_id in self._sessions
-            self._chain.drop_unshared(self._sessions.destroy(session_id), "session_destroyed", wipe=purge)
+            self._chain.drop_unshared(self._sessions.destroy(session_id, purge), "session_destroyed", wipe=purge)
             return known
         except Exception as error:  # called from __del__ and at exit, where half of the world may be gone
             self._context.failed("destroy_session", error)

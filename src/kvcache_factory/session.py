@@ -41,6 +41,8 @@ class Session:
         self.reused_tokens = 0
         self.stored_blocks = 0
         self.held = KeyCounts()
+        self.purged: bool | None = None
+        """None while the session lives; then whether its blocks were to be overwritten."""
 
     def __repr__(self) -> str:
         return f"Session({self.id!r}, requests={self.requests}, reused_tokens={self.reused_tokens})"
@@ -77,14 +79,20 @@ class SessionBook:
             raise UnknownSessionError(f"there is no session {session_id!r}; call create_session({session_id!r}) first")
         return session
 
-    def charge(self, session_id: str, keys: Keys) -> None:
-        """Let a session reference the blocks of distinct *keys* ``[n, 2]``; nothing when it is gone."""
+    def charge(self, session_id: str, keys: Keys) -> Session | None:
+        """Let a session reference the blocks of distinct *keys* ``[n, 2]``; returns it, None when it is gone."""
         with self._lock:
             session = self._sessions.get(session_id)
             if session is not None:
                 new = session.held.missing(keys)
                 session.held.add(new)
                 self._holders.add(new)
+            return session
+
+    def unheld(self, keys: Keys) -> Keys:
+        """Those of *keys* ``[n, 2]`` that no session references."""
+        with self._lock:
+            return self._holders.missing(keys)
 
     def clear(self, session_id: str) -> Keys:
         """Forget what a session said and references; returns the keys that no other session references."""
@@ -94,13 +102,13 @@ class SessionBook:
             keys, session.held = session.held.keys, KeyCounts()
             return self._holders.remove(keys)
 
-    def destroy(self, session_id: str) -> Keys:
+    def destroy(self, session_id: str, purge: bool = False) -> Keys:
         """Remove a session; returns the keys that no other session references, none when there was no session."""
         with self._lock:
             if session_id not in self._sessions:
                 return np.empty((0, 2), np.uint64)
             keys = self.clear(session_id)
-            del self._sessions[session_id]
+            self._sessions.pop(session_id).purged = purge
             return keys
 
     def used(self, session_id: str, asked_tokens: int, reused_tokens: int) -> None:

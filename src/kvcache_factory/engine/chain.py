@@ -142,6 +142,7 @@ class TierChain:
         if covered < limit:
             self.ledger.add(MANAGER, Event.MISS, limit - covered, reason=reason)
         lease = self.leases.open(request_id, pins)
+        self.flow.settle()
         tokens = covered * chain.identity.block_tokens
         stored = any(self.tiers[segment.tier].store.memory is None for segment in segments)
         view = self._view(chain, covered) if stored else None
@@ -166,8 +167,10 @@ class TierChain:
 
     def _refresh_if_stale(self) -> None:
         for tier in self.tiers:
-            if isinstance(tier, LastingTier) and tier.stale(self.flow.settings.refresh_s):
-                self.flow.io.submit(Lane.LOAD, tier.refresh)
+            if not isinstance(tier, LastingTier) or not tier.begin_refresh(self.flow.settings.refresh_s):
+                continue
+            if self.flow.io.submit(Lane.LOAD, tier.refresh) is None:
+                tier.refreshing = False
 
     def _match_tiers(
         self,
@@ -212,6 +215,7 @@ class TierChain:
             return self._load_segments(match, region, positions)
         finally:
             self.leases.leave(lease)
+            self.flow.settle()
 
     def _load_segments(self, match: Match, region: Region, positions: BlockPositions) -> int:
         loaded = 0
@@ -260,7 +264,9 @@ class TierChain:
 
     def release(self, request_id: str, output_tokens: int = 0) -> bool:
         """Give back what a request holds, saying how much it generated; False when it holds nothing (any more)."""
-        return self.leases.release(request_id, output_tokens)
+        released = self.leases.release(request_id, output_tokens)
+        self.flow.settle()
+        return released
 
     # -- save ---------------------------------------------------------------------------------------------------------
 
@@ -337,8 +343,7 @@ class TierChain:
     def drop(self, chain: KeyChain, first: int = 0, reason: str = "asked") -> int:
         """Drop the blocks of *chain* from number *first* on, and all that was built on them, from every tier."""
         dropped = 0
-        # A copy between tiers that began before the first look ends before the second, or sees that its source is gone.
-        for tier in [*self.tiers, *self.tiers[:-1]]:
+        for tier in self._tiers_twice():
             rows = tier.index.rows_of(chain.keys[first:])
             dropped += tier.drop(rows[rows >= 0], reason)
         return dropped
@@ -348,7 +353,13 @@ class TierChain:
 
         *wipe*: stores overwrite their bytes.
         """
-        return sum(tier.drop_unshared(keys, reason, wipe) for tier in self.tiers) if self.is_open else 0
+        if not self.is_open:
+            return 0
+        return sum(tier.drop_unshared(keys, reason, wipe) for tier in self._tiers_twice())
+
+    def _tiers_twice(self) -> list[Tier]:
+        """For dropping: a copy that began before the first look ends before the second, or sees its source gone."""
+        return [*self.tiers, *self.tiers[:-1]]
 
     def clear(self, reason: str) -> None:
         """Drop every block from every tier."""

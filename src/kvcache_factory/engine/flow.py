@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 
 from ..block.spec import BlockSpec
+from ..errors import StoreError
 from ..memory.move import copy_slots
 from .fetch import Fetcher
 from .images import seal
@@ -109,6 +110,12 @@ class Flow:
             tier.index.pin(int(hot[-1]))
             self._send_down(number, int(hot[-1]))
 
+    def settle(self) -> None:
+        """Have stores let go, in the background, of what requests held until now."""
+        for tier in self.tiers:
+            if tier.is_open and tier.index.in_limbo:
+                self.io.submit(Lane.STORE, tier.settle)
+
     def _send_down(self, number: int, tip: int) -> None:
         """Copy the chain that ends in *tip* one tier down, in the background; takes over one pin of *tip*."""
         job = partial(self._copy_chain, number, tip, number + 1, Event.DEMOTED)
@@ -143,13 +150,20 @@ class Flow:
                     target.index.unpin(int(reservation.rows[-1]))
         finally:
             source.index.unpin(tip)
+            source.settle()
+            target.settle()
 
     def _fill(self, source: Tier, chain: StoredChain, part: slice, target: Tier, rows: Rows, event: Event) -> None:
         """Copy blocks into reserved *rows* of another tier, commit what was copied, and pin the last of *rows*."""
-        written, failed = 0, True
+        written, failed, reason = 0, True, "copy_failed"
         try:
             written = self._write(source, chain, part, target, rows)
             failed = False
+        except StoreError as error:
+            reason = error.reason
+            failed = reason != "full"  # somebody else was quicker to take what was free: that is no failure
+            if failed:
+                raise
         finally:
             copied = chain.rows[part][:written]
             target.index.checksum[rows[:written]] = source.index.checksum[copied]
@@ -158,7 +172,7 @@ class Flow:
             target.abort(rows[written:])
             target.count(Event.STORED, committed)
             target.count(event, committed)
-            target.count(Event.NOT_STORED, len(rows) - written, "copy_failed")
+            target.count(Event.NOT_STORED, len(rows) - written, reason)
             if failed:
                 target.index.unpin(int(rows[-1]))
             target.settle()

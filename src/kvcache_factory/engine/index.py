@@ -64,6 +64,11 @@ class Index(Tree):
             rows[(rows >= 0) & (self.state[rows] != READY)] = -1
             return rows
 
+    def pending_or_ready(self, keys: Keys) -> Rows:
+        """As :meth:`rows_of`, with those that are being filled."""
+        with self._lock:
+            return self._table.find(keys)
+
     # -- reserve, fill, commit ----------------------------------------------------------------------------------------
 
     def reserve(

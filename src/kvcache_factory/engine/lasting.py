@@ -158,6 +158,7 @@ class LastingTier(Tier):
         super().__init__(name, store, policy, budget_bytes, ledger, clock)
         self._roots = roots
         self._refreshed_s = clock()
+        self.refreshing = False
         self._staging: Transit | None = None
 
     def open(self, spec: BlockSpec) -> None:
@@ -262,7 +263,7 @@ class LastingTier(Tier):
     def reject(self, rows: Rows, reason: str) -> None:
         bad = rows[:1]
         sound = reason in UNREADABLE_HERE  # its place is as good as any
-        if len(bad) and not sound and self.lasting.pins[bad[0]] == 0 and self.store.owned(bad).all():
+        if len(bad) and not sound and self.store.owned(bad).all():
             self.store.quarantine(bad)
         super().reject(rows, reason)
 
@@ -289,6 +290,12 @@ class LastingTier(Tier):
     def refresh(self) -> None:
         """Learn what other processes have stored and freed, and take over what dead ones left."""
         self._refreshed_s = self._clock()
+        try:
+            self._refresh()
+        finally:
+            self.refreshing = False
+
+    def _refresh(self) -> None:
         change = self.store.refresh()
         index = self.lasting
         self.count(Event.DROPPED, index.lose(change.gone), "owner_freed")
@@ -299,6 +306,11 @@ class LastingTier(Tier):
             self.count(Event.EVICTED, index.drop(surplus), "fair_share")
         self.settle()
 
-    def stale(self, after_s: float) -> bool:
-        """Whether the last :meth:`refresh` began longer ago than that."""
-        return self._clock() - self._refreshed_s > after_s
+    def begin_refresh(self, after_s: float) -> bool:
+        """Whether the last :meth:`refresh` began longer ago than that, and none is on its way; it must follow then.
+
+        A disk that hangs must not fill the lane with looks at it.
+        """
+        due = not self.refreshing and self._clock() - self._refreshed_s > after_s
+        self.refreshing |= due
+        return due

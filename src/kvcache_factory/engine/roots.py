@@ -16,11 +16,15 @@ class Roots:
         self._numbers: dict[bytes, int] = {}
         self._origins: dict[int, tuple[bytes, bytes]] = {}
 
-    def number(self, root_key: bytes, identity_digest: bytes) -> int:
-        """The number of a root; -1 means "no parent" and is nobody's."""
+    def number(self, root_key: bytes, identity_digest: bytes, *, known: bool = False) -> int:
+        """The number of a root; -1 means "no parent" and is nobody's.
+
+        *known*: the identity is a registered model's, and overrides what a log has said.
+        """
         with self._lock:
             number = self._numbers.setdefault(root_key, -2 - len(self._numbers))
-            self._origins.setdefault(number, (root_key, identity_digest))
+            if known or number not in self._origins:
+                self._origins[number] = root_key, identity_digest
             return number
 
     def origin(self, number: int) -> tuple[bytes, bytes]:

@@ -140,8 +140,8 @@ class Tier:
         return gone
 
     def drop_unshared(self, keys: Keys, reason: str, wipe: bool) -> int:
-        """See :meth:`Index.drop_unshared`; counted."""
-        gone = self.index.drop_unshared(self.index.rows_of(keys), wipe)
+        """See :meth:`Index.drop_unshared`; counted.  Blocks that are being filled are not committed any more."""
+        gone = self.index.drop_unshared(self.index.pending_or_ready(keys), wipe)
         self.settle()
         self.count(Event.DROPPED, gone, reason)
         return gone

@@ -161,6 +161,11 @@ class Tree:
         self._free[self._num_free : self._num_free + len(rows)] = rows[::-1]
         self._num_free += len(rows)
 
+    @property
+    def in_limbo(self) -> bool:
+        """Whether rows wait for :meth:`take_limbo`."""
+        return bool(self._limbo)
+
     def take_limbo(self) -> Rows:
         """Rows that were let go and whose places the store still has to free; :meth:`recycle` must follow."""
         with self._lock:
