@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Literal
@@ -166,3 +167,53 @@ def images(cache: DiskCache, tokens: Iterable[int]) -> list[tuple[Path, int]]:
 def image_offsets(path: Path, key: bytes) -> list[tuple[Path, int]]:
     """Data file and offset of every slot image with a *key*."""
     return [(file, at - 48) for file, at in find(path, key) if at % 4096 == 48]
+
+
+class Gate:
+    """Holds the next call of a method of one object, before or after it does its work, until the gate is opened."""
+
+    def __init__(self, owner: Any, name: str, when: Literal["before", "after"] = "before") -> None:
+        self.reached = threading.Event()
+        self._open = threading.Event()
+        self._real = getattr(owner, name)
+        self._when = when
+        self._lock = threading.Lock()
+        self._used = False
+        setattr(owner, name, self._call)
+
+    def _call(self, *arguments: Any, **options: Any) -> Any:
+        with self._lock:
+            hold, self._used = not self._used, True
+        if hold and self._when == "before":
+            self._stand()
+        result = self._real(*arguments, **options)
+        if hold and self._when == "after":
+            self._stand()
+        return result
+
+    def _stand(self) -> None:
+        self.reached.set()
+        assert self._open.wait(60), "nobody has opened the gate"
+
+    def wait(self) -> None:
+        """Until the call stands at the gate."""
+        assert self.reached.wait(60), "nobody has come to the gate"
+
+    def open(self) -> None:
+        """Let it pass."""
+        self._open.set()
+
+
+def in_background(job: Callable[[], Any]) -> Callable[[], Any]:
+    """Start *job* in a thread; returns what waits for its end and gives its result."""
+    results: list[Any] = []
+    thread = threading.Thread(target=lambda: results.append(job()), daemon=True)
+    thread.start()
+
+    def join() -> Any:
+        thread.join(60)
+        assert not thread.is_alive()
+        assert results, "it has failed"
+        return results[0]
+
+    return join

@@ -1,4 +1,4 @@
-"""kill -9 at any moment of writing, slot reuse included, two processes at once: whoever comes next reads right bytes."""
+"""kill -9 at any moment of writing, slot reuse included, two processes at once: who comes next reads right bytes."""
 
 from __future__ import annotations
 
