@@ -135,9 +135,7 @@ class HierarchicalBackend(msgspec.Struct, frozen=True, forbid_unknown_fields=Tru
                     "DiskBackend"
                 )
         if isinstance(self.levels[0], DiskBackend):
-            raise ConfigError(
-                "HierarchicalBackend: a DiskBackend cannot be the first level; put a CPUBackend first"
-            )
+            raise ConfigError("HierarchicalBackend: a DiskBackend cannot be the first level; put a CPUBackend first")
         if not 0 < self.demote_to <= self.demote_at <= 1:
             raise ConfigError(
                 f"HierarchicalBackend: 0 < demote_to <= demote_at <= 1 does not hold for demote_to={self.demote_to}, "
