@@ -13,6 +13,7 @@ NOUNS = {
     "BlockSpec",
     "CPUBackend",
     "CacheManager",
+    "DiskBackend",
     "EvictionPolicy",
     "FIFOEvictionPolicy",
     "GPUBackend",

@@ -11,7 +11,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .backend import CPUBackend, GPUBackend, HierarchicalBackend
+    from .backend import CPUBackend, DiskBackend, GPUBackend, HierarchicalBackend
     from .block.spec import BlockSpec
     from .errors import (
         CapacityError,
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
-    "backend": ("CPUBackend", "GPUBackend", "HierarchicalBackend"),
+    "backend": ("CPUBackend", "DiskBackend", "GPUBackend", "HierarchicalBackend"),
     "block.spec": ("BlockSpec",),
     "errors": (
         "CapacityError",
@@ -66,6 +66,7 @@ __all__ = [  # noqa: RUF022  the nouns first, then the errors
     "BlockSpec",
     "CPUBackend",
     "CacheManager",
+    "DiskBackend",
     "EvictionPolicy",
     "FIFOEvictionPolicy",
     "GPUBackend",

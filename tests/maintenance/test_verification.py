@@ -140,3 +140,32 @@ def test_a_truncated_data_file_is_bad_or_shorter(directory: Path, writer: Make) 
         file.truncate(4 * SLOT)
     code, (row,) = verify(directory)
     assert (code, row["blocks"], row["bad"]) == (0, 4, 0)
+
+
+def test_an_encrypted_directory_is_verified_without_its_key(
+    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Checksums are those of what is on the disk: an operator needs no secret to find damage, and finds it."""
+    import torch
+
+    from kvcache_factory.backend import CPUBackend, DiskBackend, HierarchicalBackend
+    from kvcache_factory.manager import CacheManager
+    from kvcache_factory.memory.region import SequenceRegion
+
+    pytest.importorskip("cryptography")
+    monkeypatch.setenv("TEST_KEY", "ab" * 32)
+    disk = DiskBackend(str(directory), 0.01, 1, key_env="TEST_KEY")
+    with CacheManager(HierarchicalBackend([CPUBackend(size_gb=0.01), disk])) as manager:
+        space = manager.register(SPEC, identity())
+        layers = [torch.ones(1, SPEC.num_kv_heads, 64, SPEC.head_dim) for _ in range(2)]
+        region = SequenceRegion.from_layers(layers[:1], layers[1:], SPEC)
+        where = region.positions(np.zeros(4, np.int64), np.arange(4) * SPEC.block_tokens)
+        assert space.save(space.chain(range(64)), region, where) == 4
+        manager.wait()
+    monkeypatch.delenv("TEST_KEY")
+    code, (row,) = verify(directory)
+    assert (code, row["blocks"], row["bad"]) == (0, 4, 0)
+    (data,) = directory.glob("*.data")
+    flip(data, SLOT + SPEC.header_bytes + 9)
+    code, (row,) = verify(directory)
+    assert (code, row["bad"]) == (1, 1)
