@@ -203,6 +203,18 @@ def test_what_others_build_on_stays_when_a_session_goes(index: Index) -> None:
     assert found(index, chain(1, 9))[0] == 2
 
 
+def test_rows_that_left_since_they_were_looked_up_are_left_alone(index: Index) -> None:
+    """Two sessions that end at the same time look up the same rows; the second finds nothing to do, and ends."""
+    store(index, chain(1, 2, 3))
+    rows = index.rows_of(chain(1, 2, 3).keys)
+    held = index.match(chain(1, 2, 3), ROOT, 3)
+    assert index.drop_unshared(rows) == 3
+    assert index.drop_unshared(rows) == 0
+    index.unpin(int(held.rows[-1]))
+    assert index.drop_unshared(rows) == 0
+    assert index.used == 0
+
+
 @pytest.mark.parametrize("rows", [7, 1000, 4096])
 def test_an_index_costs_no_more_than_it_says(rows: int) -> None:
     """The budget of a tier counts the index: its arrays fit into the bytes that were set aside for each row."""

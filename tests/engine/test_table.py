@@ -60,6 +60,15 @@ def test_a_key_that_is_taken_ends_an_insertion() -> None:
     assert held.find(column).tolist() == [0, 1, 0, -1]
 
 
+def test_removing_what_is_not_there_ends() -> None:
+    """A row that has left already is passed over; the others go and stay findable."""
+    column = array([(0, 0), (8, 0), (16, 0)])
+    held = KeyTable(column)
+    held.insert(np.array([0, 2], np.int32))
+    held.remove(np.array([1, 0], np.int32))
+    assert held.find(column).tolist() == [-1, -1, 2]
+
+
 @given(st.integers(0, 40), st.integers(0, 40))
 def test_a_gallop_finds_the_end_of_what_is_ready(length: int, ready: int) -> None:
     """The length of the leading run, for runs of any length and chains of any length."""

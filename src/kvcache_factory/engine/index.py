@@ -150,6 +150,7 @@ class Index(Tree):
         """
         with self._lock:
             rows = np.unique(rows[rows >= 0])
+            rows = rows[self.state[rows] == READY]  # they were looked up without the lock, and may have left
             inside = dict.fromkeys(rows.tolist(), 0)
             doomed = []
             for row in rows[np.argsort(-self.depth[rows], kind="stable")].tolist():
