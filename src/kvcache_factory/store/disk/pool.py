@@ -284,6 +284,8 @@ class Pool:
     def room(self) -> int:
         """Blocks that can be placed without freeing any."""
         free = sum(s.num_free for s in self.ours() if not s.leaving)
+        if not free and not self.may_grow:  # who asks and hears "none" does not come to grow
+            self._starved = True
         return free + (0 if self.health.growing.error else self.may_grow * self.size.slots)
 
     def take(self, count: int) -> tuple[Segment, SlotNumbers] | None:
