@@ -98,6 +98,7 @@ def open_cache_over(
     identity: Identity | None = None,
     prepare: Callable[[CacheManager], object] | None = None,
     manager_options: dict[str, Any] | None = None,
+    marks: tuple[float, float] = (1.0, 1.0),
     **disk_options: Any,
 ) -> DiskCache:
     """A cache with *dram* blocks in memory, and in *device* memory where *kind* has that, over a directory."""
@@ -109,7 +110,7 @@ def open_cache_over(
         level = sized_level(dram, spec)
         assert isinstance(level, CPUBackend)
         levels.append(level)
-    backend = HierarchicalBackend([*levels, disk], demote_at=1.0, demote_to=1.0)
+    backend = HierarchicalBackend([*levels, disk], demote_at=marks[0], demote_to=marks[1])
     manager = CacheManager(backend, **(manager_options or {}))
     if prepare is not None:
         prepare(manager)
