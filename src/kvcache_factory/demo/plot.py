@@ -43,7 +43,7 @@ def draw(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
         axes.bar_label(bars, fmt="%.2f", padding=2, fontsize=8)
     axes.set(xlabel="turn", ylabel="seconds to first token", xticks=turns)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False)
+    axes.legend(frameon=False, ncols=len(phases), loc="lower center", bbox_to_anchor=(0.5, 1.0))
     try:
         figure.savefig(path, dpi=150)
     except (OSError, ValueError) as error:
