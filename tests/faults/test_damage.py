@@ -330,10 +330,10 @@ def test_a_segment_of_another_model_is_not_ours(over: DiskOpener) -> None:
 def test_a_marker_of_something_else_is_refused(stored: Path, over: DiskOpener, text: str, message: str) -> None:
     """A newer version, or no marker of ours, is a typed error at open, and nothing is touched."""
     (stored / "kvcache-factory.format").write_text(text)
-    before = {p.name: p.read_bytes() for p in stored.iterdir()}
+    before = {p: p.read_bytes() for p in stored.rglob("*") if p.is_file()}
     with pytest.raises(ConfigError, match=message):
         over()
-    assert {p.name: p.read_bytes() for p in stored.iterdir()} == before
+    assert {p: p.read_bytes() for p in stored.rglob("*") if p.is_file()} == before
 
 
 def test_a_log_of_a_newer_version_is_left_alone(stored: Path, over: DiskOpener) -> None:
