@@ -46,10 +46,14 @@ class DiskCache:
         assert isinstance(self.disk.store, DiskStore)
         return self.disk.store
 
-    def save(self, tokens: Any, **options: Any) -> int:
-        """Compute and store the blocks of *tokens*, and wait until they are below; returns how many were new."""
+    def begin_save(self, tokens: Any, **options: Any) -> int:
+        """Compute and store the blocks of *tokens*, which go down in the background; returns how many were new."""
         chain = self.space.chain(tokens)
-        stored = self.space.save(chain, self.engine.region, self.engine.compute(chain), **options)
+        return self.space.save(chain, self.engine.region, self.engine.compute(chain), **options)
+
+    def save(self, tokens: Any, **options: Any) -> int:
+        """As :meth:`begin_save`, and wait until they are below."""
+        stored = self.begin_save(tokens, **options)
         assert self.manager.wait(60)
         return stored
 

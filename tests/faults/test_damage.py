@@ -69,6 +69,11 @@ def resealed(header: bytearray) -> bytes:
     return bytes(header)
 
 
+def contents(path: Path) -> dict[str, bytes]:
+    """Every file below a directory."""
+    return {str(p.relative_to(path)): p.read_bytes() for p in path.rglob("*") if p.is_file()}
+
+
 def rewrite(path: Path, cache: DiskCache, offset: int, data: bytes) -> None:
     """Overwrite part of the header of block ``BAD`` as a writer would, checksum and all."""
     file, at = image_of(path, cache, BAD)
@@ -113,13 +118,14 @@ def test_every_hierarchy_proves_what_it_reads(stored: Path, over: DiskOpener, ki
     assert cache.load(CHAIN) == BAD
 
 
-def test_a_damaged_place_is_not_used_again(stored: Path, over: DiskOpener) -> None:
+@pytest.mark.parametrize("bad", [0, BAD, 5])
+def test_a_damaged_place_is_not_used_again(stored: Path, over: DiskOpener, bad: int) -> None:
     """The slot in which damage was found holds no other block in this run."""
     cache = over()
-    file, at = image_of(stored, cache, BAD)
+    file, at = image_of(stored, cache, bad)
     flip(file, at + 4096)
     before = file.read_bytes()[at : at + 8192]
-    assert cache.load(CHAIN) == BAD
+    assert cache.load(CHAIN) == bad
     assert cache.store.stats()["reasons"]["quarantined"] == 1
     for conversation in range(2, 40):
         cache.save(tokens_of(conversation, 12))
@@ -330,10 +336,10 @@ def test_a_segment_of_another_model_is_not_ours(over: DiskOpener) -> None:
 def test_a_marker_of_something_else_is_refused(stored: Path, over: DiskOpener, text: str, message: str) -> None:
     """A newer version, or no marker of ours, is a typed error at open, and nothing is touched."""
     (stored / "kvcache-factory.format").write_text(text)
-    before = {p: p.read_bytes() for p in stored.rglob("*") if p.is_file()}
+    before = contents(stored)
     with pytest.raises(ConfigError, match=message):
         over()
-    assert {p: p.read_bytes() for p in stored.rglob("*") if p.is_file()} == before
+    assert contents(stored) == before
 
 
 def test_a_log_of_a_newer_version_is_left_alone(stored: Path, over: DiskOpener) -> None:

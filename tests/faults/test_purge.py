@@ -165,9 +165,7 @@ def test_a_queue_of_writes_is_purged_too(over: DiskOpener) -> None:
     cache.manager.create_session("mine")
     gate = Gate(cache.store, "write")
     for tokens in (PUBLIC, SECRET):
-        chain = cache.space.chain(tokens)
-        session = "mine" if tokens is SECRET else None
-        cache.space.save(chain, cache.engine.region, cache.engine.compute(chain), session=session)
+        cache.begin_save(tokens, session="mine" if tokens is SECRET else None)
     gate.wait()
     cache.manager.destroy_session("mine", purge=True)
     gate.open()

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from tests.faults.conftest import DiskOpener
-from tests.faults.harness import DiskCache, Kind, files, tokens_of
+from tests.faults.harness import DiskCache, Gate, Kind, files, in_background, tokens_of, used_bytes
 from tests.faults.worker import Child, children, work
 
-from kvcache_factory.store.disk import log
+from kvcache_factory.store.disk import directory, log, segment
 from kvcache_factory.store.disk.directory import Holder
 
 CHAIN = tokens_of(1, 6)
@@ -150,6 +150,22 @@ def test_a_starved_process_gets_its_share(over: DiskOpener) -> None:
     assert len(second.store._open.own()) >= 1
     assert second.load(tokens_of(1007, 12)) == 12
     assert first.counted("evicted")["fair_share"] > 0
+
+
+def test_two_that_grow_at_once_keep_the_budget(over: DiskOpener, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one that is about to make the last segment holds the lock; the other does without."""
+    monkeypatch.setattr(directory, "_LOCK_WAIT_S", 0.05)
+    first, second = over(disk_mb=1), over(disk_mb=1)
+    monkeypatch.setattr(segment, "create", segment.create)  # so that the gate goes with the test
+    gate = Gate(segment, "create")
+    saved = in_background(lambda: first.save(CHAIN))
+    gate.wait()
+    second.save(tokens_of(2, 6))
+    gate.open()
+    assert saved() == 6
+    assert used_bytes(over.path) <= 1 << 20
+    assert len(files(over.path, ".data")) == 1
+    assert second.counted("not_stored") == {"busy": 6}
 
 
 def test_restart_is_warm(over: DiskOpener) -> None:

@@ -34,8 +34,7 @@ def universe(conversations: int, blocks: int) -> list[list[int]]:
 def use(cache: DiskCache, tokens: list[int], name: str) -> int:
     """What an engine does with a prompt: load what is there, compute the rest, store it.  Returns the blocks loaded."""
     loaded = cache.load(tokens, name)
-    chain = cache.space.chain(tokens)
-    cache.space.save(chain, cache.engine.region, cache.engine.compute(chain))
+    cache.begin_save(tokens)
     return loaded
 
 
