@@ -82,8 +82,9 @@ def test_blocks_behind_one_that_cannot_be_read_are_still_read(
     read = verification._read
 
     def failing(files: Any, slots: Any, buffers: Any) -> tuple[int, str]:
-        at = np.flatnonzero(slots == 2)
-        return read(files, slots, buffers) if not len(at) else (int(at[0]), "eio")
+        before = int(np.argmax(slots == 2)) if 2 in slots else len(slots)
+        count, reason = read(files, slots[:before], buffers[:before])
+        return count, "eio" if before < len(slots) else reason
 
     monkeypatch.setattr(verification, "_read", failing)
     code, (row,) = verify(directory)
