@@ -8,6 +8,7 @@ import pytest
 
 from kvcache_factory.engine.io import Lane
 from kvcache_factory.engine.ledger import MANAGER, Event
+from kvcache_factory.engine.table import Keys, Rows
 from kvcache_factory.manager import CacheManager
 from kvcache_factory.testing import Fail, FaultyStore, Flip, Opener, Short, Slow, SmallCache, at
 
@@ -163,6 +164,29 @@ def test_what_is_dropped_on_its_way_up_does_not_come_back(open_cache: Opener) ->
     store_of(cache, 0).schedule = at({("write", 0): Slow()})
     assert cache.load(A) == [0] * 8
     cache.manager.wait()
+    assert used(cache) == [0, 0]
+
+
+def test_a_copy_that_arrives_above_while_the_tier_below_is_searched_does_not_stay(
+    open_cache: Opener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """drop() has looked above and not yet below when a promotion ends: that is why it looks above once more."""
+    cache = open_cache(20, 20)
+    cache.save(A)
+    cache.manager.wait()
+    cache.manager.evict(20)
+    below = cache.manager._chain.tiers[1].index
+    look, gate = below.rows_of, threading.Event()
+    cache.manager._chain.flow.io.submit(Lane.LOAD, gate.wait)
+    assert cache.load(A) == [0] * 8
+
+    def late(keys: Keys) -> Rows:
+        gate.set()
+        assert cache.manager.wait(60)
+        return look(keys)
+
+    monkeypatch.setattr(below, "rows_of", late)
+    assert cache.space.drop(cache.space.chain(A)) == 16
     assert used(cache) == [0, 0]
 
 
