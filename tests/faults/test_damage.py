@@ -132,30 +132,30 @@ def test_a_damaged_place_is_not_used_again(stored: Path, over: DiskOpener, bad: 
     assert file.read_bytes()[at : at + 8192] == before
 
 
-@pytest.mark.parametrize(
-    ("offset", "data", "reason"),
-    [
-        (8, struct.pack("<H", 2), "header_version"),
-        (32, bytes(16), "identity"),
-        (48, bytes(16), "key"),
-        (64, bytes(16), "key"),
-        (80, b"x" * 16, "record_differs"),
-        (512, struct.pack("<I", 77), "record_differs"),
-        (24, struct.pack("<I", 3), "record_differs"),
-        (96, struct.pack("<Q", SPEC.payload_bytes - 1), "codec"),
-        (96, struct.pack("<Q", 1 << 60), "codec"),
-        (128, b"LXYZ", "layout"),
-        (160, b"int8", "codec"),
-        (104, bytes(8), "payload_checksum"),
-        (28, struct.pack("<H", 2), "not_exact"),
-        (28, struct.pack("<H", 1), "not_exact"),
-        (28, struct.pack("<H", 9), "header_field"),
-    ],
-)
-def test_a_whole_image_of_something_else_is_a_miss(
-    stored: Path, over: DiskOpener, offset: int, data: bytes, reason: str
-) -> None:
+# Offset in the header, what is written there, and the reason under which that is counted.
+LIES = {
+    "version": (8, struct.pack("<H", 2), "header_version"),
+    "identity": (32, bytes(16), "identity"),
+    "key": (48, bytes(16), "key"),
+    "parent": (64, bytes(16), "key"),
+    "extras": (80, b"x" * 16, "record_differs"),
+    "tokens": (512, struct.pack("<I", 77), "record_differs"),
+    "number of tokens": (24, struct.pack("<I", 3), "record_differs"),
+    "shorter payload": (96, struct.pack("<Q", SPEC.payload_bytes - 1), "codec"),
+    "longer payload": (96, struct.pack("<Q", 1 << 60), "codec"),
+    "layout": (128, b"LXYZ", "layout"),
+    "codec": (160, b"int8", "codec"),
+    "payload checksum": (104, bytes(8), "payload_checksum"),
+    "approximate": (28, struct.pack("<H", 2), "not_exact"),
+    "bounded": (28, struct.pack("<H", 1), "not_exact"),
+    "no fidelity": (28, struct.pack("<H", 9), "header_field"),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_a_whole_image_of_something_else_is_a_miss(stored: Path, over: DiskOpener, lie: str) -> None:
     """Checksums find damage only: what the image says must also be what was asked for, field by field."""
+    offset, data, reason = LIES[lie]
     cache = over()
     rewrite(stored, cache, offset, data)
     expect_miss_at_bad(cache, reason)
@@ -246,6 +246,7 @@ def test_a_damaged_record_of_the_log_hides_its_block(stored: Path, over: DiskOpe
     """A record that does not match its checksum is passed over and counted; its block's descendants go with it."""
     flip(files(stored, ".log")[0], 64 + record * 88 + 24)
     cache = over()
+    assert cache.disk.index.used == record - 1
     assert cache.load(CHAIN) == record - 1
     assert cache.store.stats()["reasons"].get("damaged_record", 0) == (1 if record < 6 else 0)
 

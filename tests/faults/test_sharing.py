@@ -105,6 +105,7 @@ def test_what_one_evicts_takes_along_what_another_has_built_on_it(over: DiskOpen
     first.space.drop(first.space.chain(CHAIN))
     second.manager.refresh()
     assert second.matched(CHAIN) == 0
+    assert second.disk.index.used == 0
     assert second.save(CHAIN) == 6
     second.forget_above()
     assert second.load(CHAIN) == 6
