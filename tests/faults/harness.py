@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
+
+import msgspec
 
 from kvcache_factory.backend import CPUBackend, DiskBackend, HierarchicalBackend, Level
 from kvcache_factory.block.identity import Identity
@@ -21,6 +24,9 @@ SPEC = tiny_spec()
 BLOCK = SPEC.block_tokens
 SEGMENT_SLOTS = 116
 """Blocks that fit into the smallest segment, one MiB."""
+
+PATIENCE_S = 60.0
+"""How long tests wait for what must happen."""
 
 Kind = Literal["cpu", "gpu", "three"]
 
@@ -54,7 +60,7 @@ class DiskCache:
     def save(self, tokens: Any, **options: Any) -> int:
         """As :meth:`begin_save`, and wait until they are below."""
         stored = self.begin_save(tokens, **options)
-        assert self.manager.wait(60)
+        assert self.manager.wait(PATIENCE_S)
         return stored
 
     def load(self, tokens: Any, request_id: str = "request") -> int:
@@ -66,6 +72,23 @@ class DiskCache:
         self.space.release(request_id)
         assert self.engine.versions(chain, count) == [0] * count, "wrong bytes"
         return count
+
+    def load_in_vain(self, tokens: Any) -> int:
+        """As :meth:`load`, waiting for a moment only: for reads that hang."""
+        with self.waiting(0.05):
+            return self.load(tokens)
+
+    @contextmanager
+    def waiting(self, seconds: float) -> Iterator[None]:
+        """Loads wait at most *seconds*; outside they wait for as long as a busy machine may need."""
+        flow = self.manager._chain.flow
+        patient = flow.settings.max_wait_s
+        for wait_s in (seconds, patient):
+            flow.settings = msgspec.structs.replace(flow.settings, max_wait_s=wait_s)
+            for fetcher in flow._fetchers.values():
+                fetcher._max_wait_s = wait_s
+            if wait_s == seconds:
+                yield
 
     def matched(self, tokens: Any) -> int:
         """Blocks of *tokens* that a look-up promises."""
@@ -116,6 +139,8 @@ def open_cache_over(
         levels.append(level)
     backend = HierarchicalBackend([*levels, disk], demote_at=marks[0], demote_to=marks[1])
     manager = CacheManager(backend, **(manager_options or {}))
+    flow = manager._chain.flow
+    flow.settings = msgspec.structs.replace(flow.settings, max_wait_s=PATIENCE_S)
     if prepare is not None:
         prepare(manager)
     return DiskCache(manager, manager.register(spec, identity or tiny_identity(spec)))
@@ -162,13 +187,6 @@ def find(path: Path, pattern: bytes) -> list[tuple[Path, int]]:
     return found
 
 
-def images(cache: DiskCache, tokens: Iterable[int]) -> list[tuple[Path, int]]:
-    """Data file and offset of the slot image of each block of *tokens* in the cache's directory."""
-    chain = cache.space.chain(list(tokens))
-    path = cache.store.directory.path
-    return [find(path, chain.key_bytes(i))[0] for i in range(chain.num_blocks)]
-
-
 def image_offsets(path: Path, key: bytes) -> list[tuple[Path, int]]:
     """Data file and offset of every slot image with a *key*."""
     return [(file, at - 48) for file, at in find(path, key) if at % 4096 == 48]
@@ -198,11 +216,11 @@ class Gate:
 
     def _stand(self) -> None:
         self.reached.set()
-        assert self._open.wait(60), "nobody has opened the gate"
+        assert self._open.wait(PATIENCE_S), "nobody has opened the gate"
 
     def wait(self) -> None:
         """Until the call stands at the gate."""
-        assert self.reached.wait(60), "nobody has come to the gate"
+        assert self.reached.wait(PATIENCE_S), "nobody has come to the gate"
 
     def open(self) -> None:
         """Let it pass."""
@@ -216,7 +234,7 @@ def in_background(job: Callable[[], Any]) -> Callable[[], Any]:
     thread.start()
 
     def join() -> Any:
-        thread.join(60)
+        thread.join(PATIENCE_S)
         assert not thread.is_alive()
         assert results, "it has failed"
         return results[0]

@@ -21,14 +21,6 @@ FOREVER_S = 30.0
 """Far more than any load here may take, and less than the gate of a hanging read would."""
 
 
-def impatient(over: DiskOpener, **options: Any) -> DiskCache:
-    """A cache whose loads wait for a moment only."""
-    cache = over(**options)
-    flow = cache.manager._chain.flow
-    flow.settings = msgspec.structs.replace(flow.settings, max_wait_s=0.05)
-    return cache
-
-
 def below(cache: DiskCache, *conversations: list[int]) -> None:
     """Have *conversations* on the disk and nowhere else."""
     for tokens in conversations:
@@ -39,11 +31,11 @@ def below(cache: DiskCache, *conversations: list[int]) -> None:
 @pytest.mark.parametrize("kind", ["cpu", "gpu", "three"])
 def test_a_load_ends_in_time(over: DiskOpener, kind: Kind) -> None:
     """A store that hangs costs a miss; when it has come to itself, the same blocks are loaded."""
-    cache = impatient(over, kind=kind)
+    cache = over(kind=kind)
     below(cache, CHAIN)
     gate = Gate(cache.store, "read")
     begun = time.monotonic()
-    assert cache.load(CHAIN) == 0
+    assert cache.load_in_vain(CHAIN) == 0
     assert time.monotonic() - begun < FOREVER_S
     assert cache.counted("load_failed") == {"deadline": 6}
     gate.open()
@@ -53,10 +45,10 @@ def test_a_load_ends_in_time(over: DiskOpener, kind: Kind) -> None:
 
 def test_slots_are_not_reused_under_a_read_that_was_given_up(over: DiskOpener) -> None:
     """Whatever needs room meanwhile finds other slots: a late read spoils nobody's block."""
-    cache = impatient(over, dram=16)
+    cache = over(dram=16)
     below(cache, CHAIN)
     gate = Gate(cache.store, "read")
-    assert cache.load(CHAIN) == 0
+    assert cache.load_in_vain(CHAIN) == 0
     first = cache.manager._chain.tiers[0].index
     landing = np.flatnonzero(first.state == PENDING)
     assert len(landing) == 6
@@ -76,13 +68,13 @@ def test_slots_are_not_reused_under_a_read_that_was_given_up(over: DiskOpener) -
 
 def test_transit_slots_are_not_reused_either(over: DiskOpener) -> None:
     """The same for slots of blocks that pass through."""
-    cache = impatient(over, kind="gpu", device=16)
+    cache = over(kind="gpu", device=16)
     below(cache, CHAIN, LONG)
     transit = cache.manager._chain.flow.transit
     cache.load(LONG)
     free = len(transit._free)
     gate = Gate(cache.store, "read")
-    assert cache.load(CHAIN) == 0
+    assert cache.load_in_vain(CHAIN) == 0
     assert len(transit._free) == free - 6
     assert cache.load(LONG) == 10
     gate.open()
@@ -92,12 +84,12 @@ def test_transit_slots_are_not_reused_either(over: DiskOpener) -> None:
 
 def test_a_disk_with_too_many_given_up_reads_is_out_of_service(over: DiskOpener) -> None:
     """At the cap nothing is asked of it any more, until the reads have ended."""
-    cache = impatient(over)
+    cache = over()
     below(cache, CHAIN, LONG)
     gate = Gate(cache.store, "read")
-    assert cache.load(LONG) == 0
+    assert cache.load_in_vain(LONG) == 0
     calls = Gate(cache.store, "read")  # would hold the next
-    assert cache.load(CHAIN) == 0
+    assert cache.load_in_vain(CHAIN) == 0
     assert not calls.reached.is_set()
     assert cache.counted("load_failed") == {"deadline": 10, "out_of_service": 6}
     calls.open()
@@ -109,7 +101,7 @@ def test_a_disk_with_too_many_given_up_reads_is_out_of_service(over: DiskOpener)
 
 def test_a_full_lane_does_not_make_the_engine_read(over: DiskOpener) -> None:
     """Where every thread hangs and the queue is full, a load is a miss at once."""
-    cache = impatient(over, manager_options={"io_threads": 1})
+    cache = over(manager_options={"io_threads": 1})
     below(cache, CHAIN, LONG)
     cache.manager._chain.flow.io._max_pending = 1
     gate = Gate(cache.store, "refresh")
@@ -117,7 +109,7 @@ def test_a_full_lane_does_not_make_the_engine_read(over: DiskOpener) -> None:
     gate.wait()
     refreshed()
     cache.manager._chain.flow.io.submit(0, lambda: None)
-    assert cache.load(CHAIN) == 0
+    assert cache.load_in_vain(CHAIN) == 0
     assert cache.counted("load_failed") == {"queue_full": 6}
     gate.open()
     assert cache.manager.wait(60)
@@ -126,7 +118,7 @@ def test_a_full_lane_does_not_make_the_engine_read(over: DiskOpener) -> None:
 
 def test_a_disk_that_hangs_gets_one_look_at_a_time(over: DiskOpener) -> None:
     """Look-ups go on, and do not pile up looks at the directory."""
-    cache = impatient(over, manager_options={"io_threads": 1})
+    cache = over(manager_options={"io_threads": 1})
     flow = cache.manager._chain.flow
     flow.settings = msgspec.structs.replace(flow.settings, refresh_s=0.0)
     gate = Gate(cache.store, "refresh")
@@ -141,7 +133,7 @@ def test_a_disk_that_hangs_gets_one_look_at_a_time(over: DiskOpener) -> None:
 @pytest.mark.parametrize("failure", ["short", "raises"])
 def test_a_read_that_fails_late_hurts_nobody(over: DiskOpener, failure: str) -> None:
     """The blocks it read were dropped since; what was stored since is not blamed."""
-    cache = impatient(over, dram=160)
+    cache = over(dram=160)
     below(cache, CHAIN)
     real = cache.store.read
 
@@ -152,7 +144,7 @@ def test_a_read_that_fails_late_hurts_nobody(over: DiskOpener, failure: str) -> 
 
     cache.store.read = fail
     gate = Gate(cache.store, "read")
-    assert cache.load(CHAIN) == 0
+    assert cache.load_in_vain(CHAIN) == 0
     cache.space.drop(cache.space.chain(CHAIN))
     others = [tokens_of(n, 10) for n in range(10, 20)]
     for tokens in others:
@@ -181,7 +173,7 @@ def test_a_copy_that_fails_gives_everything_back(over: DiskOpener, monkeypatch: 
         raise RuntimeError("injected")
 
     mover.scatter = fail
-    assert cache.load(LONG) == 0
+    assert cache.load_in_vain(LONG) == 0
     assert cache.errors() == {"load:RuntimeError": 1}
     mover.scatter = real
     assert cache.manager.wait(60)
@@ -211,13 +203,13 @@ def test_only_the_leading_run_of_many_reads_counts(over: DiskOpener, monkeypatch
 
 def test_closing_waits_for_what_hangs(over: DiskOpener) -> None:
     """Memory is freed when nobody fills it any more."""
-    cache = impatient(over)
+    cache = over()
     below(cache, CHAIN)
     gate = Gate(cache.store, "read")
-    assert cache.load(CHAIN) == 0
+    assert cache.load_in_vain(CHAIN) == 0
     closed = in_background(lambda: cache.manager.close() or True)
     assert cache.matched(CHAIN) >= 0
     gate.open()
     assert closed()
     cache.manager.close()
-    assert cache.load(CHAIN) == 0
+    assert cache.load_in_vain(CHAIN) == 0

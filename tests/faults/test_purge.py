@@ -159,6 +159,36 @@ def test_what_a_request_holds_goes_with_the_request(over: DiskOpener, end: Liter
     expect_no_trace(over, cache)
 
 
+def test_not_for_a_moment(over: DiskOpener) -> None:
+    """Blocks of a session that has ended never become visible, also while their save goes on."""
+    cache = over()
+    cache.manager.create_session("mine")
+    index, flow = cache.manager._chain.tiers[0].index, cache.manager._chain.flow
+    before, after = Gate(index, "commit"), Gate(flow, "stored")
+    saved = in_background(lambda: cache.begin_save(SECRET, session="mine"))
+    before.wait()
+    cache.manager.destroy_session("mine", purge=True)
+    before.open()
+    after.wait()
+    assert cache.matched(SECRET) == 0
+    after.open()
+    saved()
+    expect_no_trace(over, cache)
+
+
+def test_what_a_late_read_held_goes_with_the_read(over: DiskOpener) -> None:
+    """Nobody waits for it any more: when it ends, the bytes are overwritten."""
+    cache = over()
+    cache.manager.create_session("mine")
+    cache.save(SECRET, session="mine")
+    cache.forget_above()
+    gate = Gate(cache.store, "read")
+    assert cache.load_in_vain(SECRET) == 0
+    cache.manager.destroy_session("mine", purge=True)
+    gate.open()
+    expect_no_trace(over, cache)
+
+
 def test_a_queue_of_writes_is_purged_too(over: DiskOpener) -> None:
     """Jobs that have not begun find nothing to copy."""
     cache = over(manager_options={"io_threads": 1})

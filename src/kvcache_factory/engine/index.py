@@ -64,11 +64,6 @@ class Index(Tree):
             rows[(rows >= 0) & (self.state[rows] != READY)] = -1
             return rows
 
-    def pending_or_ready(self, keys: Keys) -> Rows:
-        """As :meth:`rows_of`, with those that are being filled."""
-        with self._lock:
-            return self._table.find(keys)
-
     # -- reserve, fill, commit ----------------------------------------------------------------------------------------
 
     def reserve(
@@ -150,7 +145,8 @@ class Index(Tree):
         """
         with self._lock:
             rows = np.unique(rows[rows >= 0])
-            rows = rows[self.state[rows] == READY]  # they were looked up without the lock, and may have left
+            # They were looked up without the lock, and may have left.
+            rows = rows[(self.state[rows] == PENDING) | (self.state[rows] == READY)]
             inside = dict.fromkeys(rows.tolist(), 0)
             doomed = []
             for row in rows[np.argsort(-self.depth[rows], kind="stable")].tolist():
@@ -162,6 +158,11 @@ class Index(Tree):
             dropped = np.array(doomed, np.int32)
             self.wipe[dropped] = wipe
             return self._hide(dropped)
+
+    def drop_unshared_keys(self, keys: Keys, wipe: bool = False) -> int:
+        """As :meth:`drop_unshared` for the rows of *keys* ``[n, 2]``, those that are being filled as well."""
+        with self._lock:
+            return self.drop_unshared(self._table.find(keys), wipe)
 
     def finish(self, tip: int, output_tokens: int) -> None:
         """Tell the policy that the request whose chain ends in *tip* has generated *output_tokens*."""

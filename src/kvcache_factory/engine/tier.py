@@ -141,7 +141,7 @@ class Tier:
 
     def drop_unshared(self, keys: Keys, reason: str, wipe: bool) -> int:
         """See :meth:`Index.drop_unshared`; counted.  Blocks that are being filled are not committed any more."""
-        gone = self.index.drop_unshared(self.index.pending_or_ready(keys), wipe)
+        gone = self.index.drop_unshared_keys(keys, wipe)
         self.settle()
         self.count(Event.DROPPED, gone, reason)
         return gone
