@@ -13,7 +13,6 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Sequence
-from functools import partial
 
 from ..block.envelope import Fidelity
 from ..block.key import KeyChain
@@ -29,6 +28,7 @@ from .lasting import LastingTier
 from .lease import LeaseBook
 from .ledger import MANAGER, Event, Ledger
 from .mover import Mover
+from .prefetch import Prefetch
 from .roots import Roots
 from .table import Keys
 from .tier import Tier
@@ -128,18 +128,32 @@ class TierChain:
         self, chain: KeyChain, root: int, request_id: str, limit: int, worst: Fidelity, hint: RequestHint
     ) -> Match:
         """The verified leading run of at most *limit* blocks, leased to *request_id*."""
+        return self._lease(chain, root, request_id, limit, worst, hint, counted=True)
+
+    def _lease(
+        self,
+        chain: KeyChain,
+        root: int,
+        request_id: str,
+        limit: int,
+        worst: Fidelity,
+        hint: RequestHint,
+        *,
+        counted: bool,
+    ) -> Match:
         limit = min(limit, chain.num_blocks)
         self._refresh_if_stale()
         pins: list[tuple[Tier, int]] = []
         try:
-            segments, covered, reason = self._match_tiers(chain, root, limit, worst, hint, pins)
+            segments, covered, reason = self._match_tiers(chain, root, limit, worst, hint, pins, counted)
         except BaseException:
             for tier, row in pins:
                 tier.index.unpin(row)
             raise
-        self.ledger.add(MANAGER, Event.ASKED, limit)
-        self.ledger.add(MANAGER, Event.HIT, covered)
-        if covered < limit:
+        if counted:
+            self.ledger.add(MANAGER, Event.ASKED, limit)
+            self.ledger.add(MANAGER, Event.HIT, covered)
+        if counted and covered < limit:
             self.ledger.add(MANAGER, Event.MISS, limit - covered, reason=reason)
         lease = self.leases.open(request_id, pins)
         self.flow.settle()
@@ -180,6 +194,7 @@ class TierChain:
         worst: Fidelity,
         hint: RequestHint,
         pins: list[tuple[Tier, int]],
+        counted: bool,
     ) -> tuple[list[Segment], int, str]:
         """Ask one tier after the other; what is pinned is in *pins* also when a later one fails."""
         segments: list[Segment] = []
@@ -189,9 +204,10 @@ class TierChain:
                 break
             found = tier.index.match(chain, root, limit, worst, hint)
             served = max(len(found.rows) - covered, 0)
-            tier.count(Event.ASKED, limit - covered)
-            tier.count(Event.HIT, served)
-            tier.count(Event.MISS, limit - covered - served, found.reason)
+            if counted:
+                tier.count(Event.ASKED, limit - covered)
+                tier.count(Event.HIT, served)
+                tier.count(Event.MISS, limit - covered - served, found.reason)
             reason = found.reason
             if served:
                 segments.append(Segment(number, covered, found.rows[covered:]))
@@ -310,28 +326,21 @@ class TierChain:
 
     def prefetch(self, chain: KeyChain, root: int) -> Ticket | None:
         """Start to bring what slower tiers hold of *chain* to a faster one; None when there is nothing to do."""
-        request_id = f"prefetch-{id(chain)}-{next(self._prefetches)}"
-        match = self.match(chain, root, request_id, chain.num_blocks, Fidelity.EXACT, NO_HINT)
+        request_id = f"prefetch-{next(self._prefetches)}"
+        match = self._lease(chain, root, request_id, chain.num_blocks, Fidelity.EXACT, NO_HINT, counted=False)
         deeper = [segment for segment in match.segments if segment.tier]
-        if not deeper:
-            self.release(request_id)
-            return None
-        ticket = self.flow.io.submit(Lane.LOAD, partial(self._prefetch, match, deeper))
-        if ticket is None:
-            self.release(request_id)
-        return ticket
+        # Entered, so that the lease cannot grow too old while the work waits for a thread.
+        lease = self.leases.enter(request_id, match.lease) if deeper else None
 
-    def _prefetch(self, match: Match, segments: Sequence[Segment]) -> None:
-        try:
-            for segment in segments:
-                if self.tiers[segment.tier].store.memory is not None:
-                    self.flow.promote(segment.tier, int(segment.rows[-1]))
-                    continue
-                assert match.chain is not None
-                fetcher = self.flow.fetcher(segment.tier)
-                fetcher.fetch(match.chain, match.root, segment.first, segment.rows, lambda fetch, at: None)
-        finally:
-            self.release(match.request_id)
+        def end() -> None:
+            if lease is not None:
+                self.leases.leave(lease)
+            self.release(request_id)
+
+        if lease is None:
+            end()
+            return None
+        return Prefetch(self.flow, match, deeper, end).start(max(self.flow.settings.io_threads - 1, 1))
 
     def evict(self, blocks: int, number: int = 0) -> int:
         """Let up to *blocks* blocks leave tier *number* by policy; returns how many did."""

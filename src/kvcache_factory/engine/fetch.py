@@ -236,10 +236,20 @@ class Fetcher:
             held = sum(len(fetch.rows) for fetch in self._abandoned)
         return held > max(ABANDONED_SHARE * self.above.index.capacity, WINDOW)
 
-    def _start(self, chain: ChainView, root: int, first: int, rows: Rows) -> Fetch | None:
+    def prepare(self, chain: ChainView, root: int, first: int, rows: Rows) -> Fetch | None:
+        """A read of the leading *rows* into slots of the tier above, for the caller to run; None without such slots."""
+        landing = None if self.out_of_service else self._reserve(chain, root, first, self._read_size(rows))
+        if landing is None:
+            return None
+        return Fetch(self.source, rows[: len(landing.slots)], chain, first, landing)
+
+    def _read_size(self, rows: Rows) -> int:
         spec = self.source.spec
         assert spec is not None
-        rows = rows[: max(READ_BYTES // spec.slot_bytes, 1)]
+        return min(len(rows), max(READ_BYTES // spec.slot_bytes, 1))
+
+    def _start(self, chain: ChainView, root: int, first: int, rows: Rows) -> Fetch | None:
+        rows = rows[: self._read_size(rows)]
         landing = self._reserve(chain, root, first, len(rows)) or self._borrow(len(rows))
         if landing is None:
             return None

@@ -7,8 +7,9 @@ does not fit is refused, and the caller counts that.
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import IntEnum
 
 
@@ -45,6 +46,22 @@ class Ticket:
     def wait(self, timeout: float | None = None) -> bool:
         """Wait up to *timeout* seconds for the job's end; True when it has ended."""
         return self._done.wait(timeout)
+
+
+class Joint(Ticket):
+    """Several jobs as one: it has ended when all of them have."""
+
+    def __init__(self, tickets: Sequence[Ticket]) -> None:
+        super().__init__(_nothing)
+        self._tickets = tickets
+
+    @property
+    def done(self) -> bool:
+        return all(ticket.done for ticket in self._tickets)
+
+    def wait(self, timeout: float | None = None) -> bool:
+        end = None if timeout is None else time.monotonic() + timeout
+        return all(t.wait(None if end is None else max(end - time.monotonic(), 0)) for t in self._tickets)
 
 
 def _nothing() -> None:
