@@ -8,8 +8,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections import deque
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from .block.envelope import Fidelity
@@ -18,6 +18,7 @@ from .block.key import KeyChain, MediaSpan
 from .block.plan import Match
 from .block.spec import BlockSpec
 from .engine.chain import TierChain
+from .engine.inside import HERE
 from .engine.io import Ticket
 from .engine.ledger import MANAGER, Event, Ledger
 from .errors import ConfigError, LayoutError
@@ -45,17 +46,31 @@ class Context:
         self.number = number
         self._logged: dict[str, float] = {}
         self._lock = threading.RLock()  # a destructor may fail inside
+        self._later: deque[Callable[[], object]] = deque()
 
-    @contextmanager
-    def guarded(self, verb: str) -> Iterator[None]:
+    def guarded(self, verb: str) -> Guard:
         """Count and log whatever is raised inside instead of letting it reach the engine; measure the time if asked."""
-        begun = time.perf_counter()
-        try:
-            yield
-        except Exception as error:
-            self.failed(verb, error)
-        if self.config.enable_metrics:
-            self.ledger.time(verb, time.perf_counter() - begun)
+        return Guard(self, verb)
+
+    def soon(self, work: Callable[[], object]) -> None:
+        """Run *work* now or, where a destructor asks in the middle of something, when the next verb has ended."""
+        self._later.append(work)
+        self.catch_up()
+
+    @property
+    def late(self) -> bool:
+        """Whether something waits for :meth:`catch_up`."""
+        return bool(self._later)
+
+    def catch_up(self) -> None:
+        """Run what had to wait, unless this thread is inside itself."""
+        while self._later and not HERE.depth:
+            try:
+                work = self._later.popleft()
+            except IndexError:  # another thread was faster
+                return
+            with Guard(self, "later", catch_up=False):
+                work()
 
     def failed(self, verb: str, error: Exception) -> None:
         """Count a failure of *verb*, and log it unless its like was logged within a minute."""
@@ -67,6 +82,33 @@ class Context:
                 return
             self._logged[kind] = now
         _log.warning("manager %r: %s failed and is answered as a miss: %s: %s", self.config.name, verb, kind, error)
+
+
+class Guard:
+    """One verb: keeps its failures from the engine, marks the thread as inside, and measures if asked."""
+
+    __slots__ = ("_begun", "_catch_up", "_context", "_verb")
+
+    def __init__(self, context: Context, verb: str, catch_up: bool = True) -> None:
+        self._context = context
+        self._verb = verb
+        self._catch_up = catch_up
+
+    def __enter__(self) -> None:
+        HERE.depth += 1
+        self._begun = time.perf_counter()
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        context = self._context
+        swallowed = isinstance(error, Exception)
+        if isinstance(error, Exception):
+            context.failed(self._verb, error)
+        HERE.depth -= 1
+        if context.config.enable_metrics:
+            context.ledger.time(self._verb, time.perf_counter() - self._begun)
+        if self._catch_up and context.late:
+            context.catch_up()
+        return swallowed
 
 
 class KeySpace:
@@ -200,7 +242,7 @@ class KeySpace:
         if session is None:
             return charged
         with self._context.guarded("charge"):
-            charged = self._context.sessions.charge(session, chain.keys[:blocks])
+            charged = self._context.sessions.charge(session, chain.keys[:blocks], self._context.chain.holds)
             if used:
                 self._context.sessions.used(session, chain.num_tokens, blocks * self.block_tokens)
         return charged

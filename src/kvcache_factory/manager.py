@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import weakref
+from functools import partial
 from typing import Any
 
 from .backend import Backend, CPUBackend
@@ -15,6 +16,7 @@ from .build import build_chain, leave_notes
 from .config import Integrity, ManagerConfig, PolicyConfig, dump_config, parse_config
 from .engine.chain import TierChain
 from .engine.index import Index
+from .engine.inside import INSIDE
 from .engine.ledger import MANAGER, Event, Ledger
 from .errors import ConfigError, UnknownSessionError
 from .jit import warm_up_in_background
@@ -151,7 +153,8 @@ class CacheManager:
 
     def create_session(self, session_id: str) -> Session:
         """A new session; SessionExistsError when the id is taken."""
-        return self._sessions.create(session_id)
+        with INSIDE:
+            return self._sessions.create(session_id)
 
     def use_session(self, session_id: str) -> SessionScope:
         """A context manager: requests inside belong to the session, in this thread or asyncio task only."""
@@ -166,29 +169,32 @@ class CacheManager:
 
         Returns how many blocks were dropped.  UnknownSessionError when there is no such session.
         """
-        return self._chain.drop_unshared(self._sessions.clear(session_id), "session_cleared")
+        with INSIDE:
+            return self._chain.drop_unshared(self._sessions.clear(session_id), "session_cleared")
 
     def destroy_session(self, session_id: str, purge: bool = False) -> bool:
         """End a session and drop the blocks that only it references; False when there is none.  Never raises.
 
         With *purge*, stores overwrite the bytes of these blocks, also of those that are being written now.
         """
-        try:
-            known = session_id in self._sessions
-            self._chain.drop_unshared(self._sessions.destroy(session_id, purge), "session_destroyed", wipe=purge)
-            return known
-        except Exception as error:  # called from __del__ and at exit, where half of the world may be gone
-            self._context.failed("destroy_session", error)
-            return False
+        known = isinstance(session_id, str) and session_id in self._sessions
+        # Called from __del__ too, in the middle of anything, and at exit, where half of the world may be gone.
+        self._context.soon(partial(self._end_session, session_id, purge))
+        return known
+
+    def _end_session(self, session_id: str, purge: bool) -> None:
+        self._chain.drop_unshared(self._sessions.destroy(session_id, purge), "session_destroyed", wipe=purge)
 
     # -- running it ---------------------------------------------------------------------------------------------------
 
     def evict(self, blocks: int) -> int:
         """Let up to *blocks* blocks leave the first tier by policy; returns how many did."""
-        return self._chain.evict(blocks) if self._chain.is_open else 0
+        with INSIDE:
+            return self._chain.evict(blocks) if self._chain.is_open else 0
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait for background copies; False when *timeout* seconds were not enough."""
+        self._context.catch_up()
         return self._chain.wait(timeout)
 
     def refresh(self) -> None:
@@ -198,10 +204,11 @@ class CacheManager:
 
     def reset(self) -> None:
         """Drop every block and every session's references and history; session ids stay valid."""
-        for row in self._sessions.rows():
-            with contextlib.suppress(UnknownSessionError):  # destroyed by somebody else meanwhile
-                self._sessions.clear(row["session"])
-        self._chain.clear("reset")
+        with INSIDE:
+            for row in self._sessions.rows():
+                with contextlib.suppress(UnknownSessionError):  # destroyed by somebody else meanwhile
+                    self._sessions.clear(row["session"])
+            self._chain.clear("reset")
 
     def check(self) -> list[str]:
         """Violated invariants, as sentences; empty when all is well."""
@@ -209,6 +216,7 @@ class CacheManager:
 
     def state(self) -> dict[str, Any]:
         """What is held and what has happened, as plain data."""
+        self._context.catch_up()
         asked, hit = (self._ledger.total(event, MANAGER).blocks for event in (Event.ASKED, Event.HIT))
         return {
             "name": self.config.name,

@@ -8,16 +8,21 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from .engine.table import KeyCounts, Keys
 from .errors import ConfigError, SessionExistsError, UnknownSessionError
 
 # By number of a manager's book: the sessions that this thread or task is in, the innermost last.  Never mutated.
 _CURRENT: ContextVar[dict[int, tuple[str, ...]]] = ContextVar("kvcache_factory_session", default={})  # noqa: B039
+
+PRUNE_AT = 4096
+"""References of a session at which those to lost blocks are first looked for."""
 
 
 class Session:
@@ -41,6 +46,7 @@ class Session:
         self.reused_tokens = 0
         self.stored_blocks = 0
         self.held = KeyCounts()
+        self.prune_at = PRUNE_AT
         self.purged: bool | None = None
         """None while the session lives; then whether its blocks were to be overwritten."""
 
@@ -79,15 +85,27 @@ class SessionBook:
             raise UnknownSessionError(f"there is no session {session_id!r}; call create_session({session_id!r}) first")
         return session
 
-    def charge(self, session_id: str, keys: Keys) -> Session | None:
-        """Let a session reference the blocks of distinct *keys* ``[n, 2]``; returns it, None when it is gone."""
+    def charge(self, session_id: str, keys: Keys, holds: Callable[[Keys], npt.NDArray[np.bool_]]) -> Session | None:
+        """Let a session reference the blocks of distinct *keys* ``[n, 2]``; returns it, None when it is gone.
+
+        References to blocks that no tier *holds* any more are forgotten whenever their number may have doubled.
+        """
         with self._lock:
             session = self._sessions.get(session_id)
             if session is not None:
                 new = session.held.missing(keys)
                 session.held.add(new)
                 self._holders.add(new)
+                if len(session.held) > session.prune_at:
+                    self._prune(session, holds)
             return session
+
+    def _prune(self, session: Session, holds: Callable[[Keys], npt.NDArray[np.bool_]]) -> None:
+        keys = session.held.keys
+        lost = keys[~holds(keys)]
+        session.held.remove(lost)
+        self._holders.remove(lost)
+        session.prune_at = max(2 * len(session.held), PRUNE_AT)
 
     def unheld(self, keys: Keys) -> Keys:
         """Those of *keys* ``[n, 2]`` that no session references."""

@@ -14,6 +14,9 @@ import itertools
 import threading
 from collections.abc import Callable, Sequence
 
+import numpy as np
+import numpy.typing as npt
+
 from ..block.envelope import Fidelity
 from ..block.key import KeyChain
 from ..block.plan import ChainView, Match, Segment
@@ -369,6 +372,13 @@ class TierChain:
     def _tiers_twice(self) -> list[Tier]:
         """For dropping: a copy that began before the first look ends before the second, or sees its source gone."""
         return [*self.tiers, *self.tiers[:-1]]
+
+    def holds(self, keys: Keys) -> npt.NDArray[np.bool_]:
+        """Which of *keys* ``[n, 2]`` some tier can find, or is about to."""
+        held = np.zeros(len(keys), np.bool_)
+        for tier in self.tiers:
+            held |= tier.index.knows(keys)
+        return held
 
     def clear(self, reason: str) -> None:
         """Drop every block from every tier."""

@@ -64,6 +64,12 @@ class Index(Tree):
             rows[(rows >= 0) & (self.state[rows] != READY)] = -1
             return rows
 
+    def knows(self, keys: Keys) -> npt.NDArray[np.bool_]:
+        """Which of *keys* ``[n, 2]`` are here, whole or being written."""
+        with self._lock:
+            known: npt.NDArray[np.bool_] = self._table.find(keys) >= 0
+            return known
+
     # -- reserve, fill, commit ----------------------------------------------------------------------------------------
 
     def reserve(

@@ -12,6 +12,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from enum import IntEnum
 
+from .inside import HERE
+
 
 class Lane(IntEnum):
     """Lower goes first."""
@@ -130,6 +132,7 @@ class IOPool:
         thread.start()
 
     def _work(self) -> None:
+        HERE.depth = 1
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self.pending or self._closed)
