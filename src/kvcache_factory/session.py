@@ -93,11 +93,11 @@ class SessionBook:
         with self._lock:
             session = self._sessions.get(session_id)
             if session is not None:
+                if len(session.held) > session.prune_at:  # before, for the new ones may not be stored yet
+                    self._prune(session, holds)
                 new = session.held.missing(keys)
                 session.held.add(new)
                 self._holders.add(new)
-                if len(session.held) > session.prune_at:
-                    self._prune(session, holds)
             return session
 
     def _prune(self, session: Session, holds: Callable[[Keys], npt.NDArray[np.bool_]]) -> None:
