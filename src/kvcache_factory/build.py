@@ -62,7 +62,10 @@ def _tier(
         tier.ingestion = Ingestion(level.ingestion)
         tier.hot_hits = level.hot_hits
         return tier
-    memory = MemoryStore(None, level.huge_pages) if isinstance(level, CPUBackend) else MemoryStore(level.device)
+    if isinstance(level, CPUBackend):
+        memory = MemoryStore(None, level.huge_pages, level.shared)
+    else:
+        memory = MemoryStore(level.device)
     return Tier(name, memory, policy, budget, ledger, clock)
 
 

@@ -63,3 +63,10 @@ class Match(msgspec.Struct, frozen=True):
     lease: int = -1
     root: int = 0
     chain: ChainView | None = None
+
+
+class SavePlan(msgspec.Struct, frozen=True):
+    """Rows of the first tier that are reserved for blocks *first* .. of a chain, until somebody has filled them."""
+
+    first: int
+    rows: Rows
