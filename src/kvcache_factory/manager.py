@@ -22,7 +22,8 @@ from .keyspace import Context, KeySpace
 from .policy.base import EvictionPolicy
 from .policy.order import LRUEvictionPolicy
 from .registry import make_policy
-from .session import Session, SessionBook, SessionScope
+from .session import History, Session, SessionBook, SessionScope, current_history, current_session
+from .store.base import SlotMemory
 
 _NUMBERS = itertools.count(1)
 
@@ -145,15 +146,36 @@ class CacheManager:
         """The index of the first tier: for benchmarks and simulations, which enter blocks without moving bytes."""
         return self._chain.tiers[0].index
 
+    @property
+    def first_slots(self) -> SlotMemory:
+        """Memory of the first tier, for engines whose own process or thread copies; a model must be registered."""
+        return self._chain.tiers[0].slots
+
+    @property
+    def payload_offset(self) -> int:
+        """Bytes from the start of a slot of the first tier to its payload."""
+        return self._chain.tiers[0].payload_offset
+
     # -- sessions -----------------------------------------------------------------------------------------------------
 
     def create_session(self, session_id: str) -> Session:
         """A new session; SessionExistsError when the id is taken."""
         return self._sessions.create(session_id)
 
-    def use_session(self, session_id: str) -> SessionScope:
-        """A context manager: requests inside belong to the session, in this thread or asyncio task only."""
-        return SessionScope(self._number, self._sessions.get(session_id))
+    def use_session(self, session_id: str, history: History = "auto") -> SessionScope:
+        """A context manager: requests inside belong to the session, in this thread or asyncio task only.
+
+        *history*: what adapters of engines without conversations of their own put in front of a text prompt; the
+        session's tokens unless the prompt contains them (``"auto"``), always (``"append"``), or never (``"none"``).
+        """
+        return SessionScope(self._number, self._sessions.get(session_id), history)
+
+    @property
+    def current(self) -> tuple[Session | None, History]:
+        """The session that this thread or task is in, and how it wants text prompts continued."""
+        session_id = current_session(self._number)
+        session = self._sessions.find(session_id) if session_id is not None else None
+        return session, current_history(self._number)
 
     def session(self, session_id: str) -> Session:
         """The session of this id; UnknownSessionError when there is none."""

@@ -15,11 +15,9 @@ import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 
-import numpy as np
-
 from ..block.envelope import Fidelity
 from ..block.key import KeyChain
-from ..block.plan import ChainView, Match, SavePlan, Segment
+from ..block.plan import ChainView, LoadPlan, Match, SavePlan, Segment
 from ..block.spec import BlockSpec, Layout
 from ..errors import ClosedError, ConfigError
 from ..memory.region import BlockPositions, Region
@@ -32,7 +30,7 @@ from .lease import LeaseBook
 from .ledger import MANAGER, Event, Ledger
 from .mover import Mover
 from .roots import Roots
-from .table import Keys, Rows
+from .table import Keys
 from .tier import Tier
 
 
@@ -326,7 +324,7 @@ class TierChain:
             tier.count(Event.DROPPED, tier.index.abort(rest), "copy_failed")
             tier.count(Event.NOT_STORED, len(rest), "copy_failed")
 
-    def plan_load(self, match: Match, count: int) -> Rows:
+    def plan_load(self, match: Match, count: int) -> LoadPlan:
         """Rows of the first tier that hold the leading blocks of *match*, at most *count*, sound and leased.
 
         They stay where they are while the lease lasts; whoever copies them need not ask again.
@@ -334,13 +332,13 @@ class TierChain:
         tier = self.tiers[0]
         segment = match.segments[0] if match.segments else None
         if segment is None or segment.tier or not self.leases.holds(match.request_id, match.lease):
-            return np.empty(0, np.int32)
+            return LoadPlan()
         rows = segment.rows[:count]
         sound = tier.sound(rows, self.flow.settings.integrity)
         if sound < len(rows):
             tier.reject(rows[sound:], "checksum")
         tier.count(Event.LOADED, sound)
-        return rows[:sound]
+        return LoadPlan(rows[:sound], tier.index.layout[rows[:sound]])
 
     # -- leaving ------------------------------------------------------------------------------------------------------
 

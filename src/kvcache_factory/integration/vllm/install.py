@@ -1,0 +1,79 @@
+"""Finding the connector of an engine, or putting one into an engine that was made without."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ...errors import ConfigError
+
+if TYPE_CHECKING:
+    from ...manager import CacheManager
+
+_HELP = (
+    "make the engine with EngineArgs(**VLLMCacheAdapter.engine_args(manager, model=...)), or serve with "
+    '--kv-transfer-config \'{"kv_connector": "KVCacheFactoryConnector", "kv_connector_module_path": '
+    '"kvcache_factory.integration.vllm", "kv_role": "kv_both", "kv_load_failure_policy": "recompute"}\''
+)
+
+
+def core_of(engine: Any) -> Any:
+    """The engine core when it runs in this process; ConfigError with what to do when it does not."""
+    client = getattr(engine, "engine_core", None)
+    core = getattr(client, "engine_core", None)
+    if client is None:
+        raise ConfigError(f"{type(engine).__name__} is not a vLLM LLMEngine or LLM; {_HELP}")
+    if core is None or not hasattr(core, "scheduler"):
+        raise ConfigError(f"this engine runs in another process and was made without this cache; {_HELP}")
+    return core
+
+
+def bind(core: Any, manager: CacheManager) -> None:
+    """Make sure that *manager* is behind the engine core, which runs in this process."""
+    from .connector import KVCacheFactoryConnector
+
+    connector = core.scheduler.connector
+    if connector is None:
+        _install(core, manager)
+    elif not isinstance(connector, KVCacheFactoryConnector):
+        raise ConfigError(f"this engine has another KV connector, {type(connector).__name__}; {_HELP}")
+    elif connector.scheduler.owner.manager is not manager:
+        raise ConfigError(f"this engine was made with another manager; attach that one, or {_HELP}")
+
+
+def _install(core: Any, manager: CacheManager) -> None:
+    """Put a connector into a live engine: what vLLM does while it starts, in the same order."""
+    from vllm.distributed.kv_transfer import kv_transfer_state as state
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+
+    from .adapter import VLLMCacheAdapter
+    from .connector import KVCacheFactoryConnector
+
+    config, scheduler = core.vllm_config, core.scheduler
+    worker = getattr(getattr(core.model_executor, "driver_worker", None), "worker", None)
+    runner = getattr(worker, "model_runner", None)
+    if runner is None or config.parallel_config.world_size != 1:
+        raise ConfigError(f"this engine's workers run in other processes and were made without this cache; {_HELP}")
+    if scheduler.has_unfinished_requests():
+        raise ConfigError("this engine has requests at work; attach before the first one, or when all have ended")
+    transfer = VLLMCacheAdapter.engine_args(manager, model="")["kv_transfer_config"]
+    before, config.kv_transfer_config = config.kv_transfer_config, transfer
+    try:
+        workers = KVCacheFactoryConnector(config, KVConnectorRole.WORKER, scheduler.kv_cache_config)
+        workers.register_kv_caches(_tensors(config, workers.worker.geometry.layers))
+        connector = KVCacheFactoryConnector(config, KVConnectorRole.SCHEDULER, scheduler.kv_cache_config)
+    except BaseException:
+        config.kv_transfer_config = before
+        raise
+    state._KV_CONNECTOR_AGENT = workers
+    connector.bind_kv_cache_manager(scheduler.kv_cache_manager)
+    scheduler.recompute_kv_load_failures = True
+    if scheduler.log_stats:
+        from vllm.v1.metrics.stats import PrefixCacheStats
+
+        scheduler.connector_prefix_cache_stats = PrefixCacheStats()
+    scheduler.connector = connector
+
+
+def _tensors(config: Any, layers: tuple[str, ...]) -> dict[str, Any]:
+    context = config.compilation_config.static_forward_context
+    return {name: context[name].kv_cache for name in layers}
