@@ -52,6 +52,7 @@ def _engine(vllm: Any, job: dict[str, Any]) -> Any:
     )
     return vllm.LLM(
         job["model"],
+        skip_tokenizer_init=True,
         dtype=job["dtype"],
         max_model_len=job["max_model_len"],
         block_size=BLOCK_TOKENS,
@@ -66,7 +67,10 @@ def _generate(vllm: Any, llm: Any, request: dict[str, Any], max_new_tokens: int)
     """Tokens of one greedy answer, how many tokens of the prompt were loaded, and seconds to the first token."""
     engine = llm.llm_engine
     options = vllm.SamplingParams(
-        temperature=0, max_tokens=max_new_tokens, skip_reading_prefix_cache=True if request["fresh"] else None
+        temperature=0,
+        max_tokens=max_new_tokens,
+        detokenize=False,
+        skip_reading_prefix_cache=True if request["fresh"] else None,
     )
     started_s, first_s, output = time.perf_counter(), float("nan"), None
     engine.add_request(request["name"], {"prompt_token_ids": request["token_ids"]}, options)
