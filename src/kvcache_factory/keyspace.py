@@ -100,6 +100,14 @@ class KeySpace:
             found = self._context.chain.peek(chain)
         return found
 
+    def held_in_memory(self, chain: KeyChain) -> int:
+        """Leading blocks that the first tier holds, by key alone."""
+        found = 0
+        with self._context.guarded("peek"):
+            if self._context.chain.is_open:
+                found = self._context.chain.tiers[0].index.peek(chain)
+        return found
+
     def match(
         self,
         chain: KeyChain,

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import sys
 import weakref
-from typing import Any
+from typing import Any, Protocol
 
 from .backend import Backend, CPUBackend
 from .block.identity import Identity
@@ -26,6 +27,14 @@ from .session import History, Session, SessionBook, SessionScope, current_histor
 from .store.base import SlotMemory
 
 _NUMBERS = itertools.count(1)
+_LIVE: weakref.WeakSet[CacheManager] = weakref.WeakSet()
+
+
+class Remote(Protocol):
+    """A manager in another process, where an engine keeps the blocks of this one."""
+
+    def call(self, verb: str, *args: Any) -> Any:
+        """Do *verb* there; what it returned, or None when that process cannot be reached."""
 
 
 class CacheManager:
@@ -97,6 +106,8 @@ class CacheManager:
         self._context = Context(self.config, self._chain, self._ledger, self._sessions, self._number)
         failures.context = self._context
         self._finalizer = weakref.finalize(self, TierChain.close, self._chain)
+        self._remotes: list[Remote] = []
+        _LIVE.add(self)
 
     # -- configuration ------------------------------------------------------------------------------------------------
 
@@ -186,7 +197,8 @@ class CacheManager:
 
         Returns how many blocks were dropped.  UnknownSessionError when there is no such session.
         """
-        return self._chain.drop_unshared(self._sessions.clear(session_id), "session_cleared")
+        dropped = self._chain.drop_unshared(self._sessions.clear(session_id), "session_cleared")
+        return dropped + sum(remote.call("clear_session", session_id) or 0 for remote in self._remotes)
 
     def destroy_session(self, session_id: str, purge: bool = False) -> bool:
         """End a session and drop the blocks that only it references; False when there is none.  Never raises.
@@ -196,9 +208,12 @@ class CacheManager:
         try:
             known = session_id in self._sessions
             self._chain.drop_unshared(self._sessions.destroy(session_id), "session_destroyed", wipe=purge)
+            for remote in self._remotes:
+                remote.call("destroy_session", session_id, purge)
             return known
         except Exception as error:  # called from __del__ and at exit, where half of the world may be gone
-            self._context.failed("destroy_session", error)
+            if not sys.is_finalizing():
+                self._context.failed("destroy_session", error)
             return False
 
     # -- running it ---------------------------------------------------------------------------------------------------
@@ -209,7 +224,8 @@ class CacheManager:
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait for background copies; False when *timeout* seconds were not enough."""
-        return self._chain.wait(timeout)
+        there = [remote.call("wait", timeout) for remote in self._remotes]
+        return self._chain.wait(timeout) and False not in there
 
     def refresh(self) -> None:
         """Learn now what other processes have stored in shared levels; look-ups also start this by themselves."""
@@ -222,10 +238,13 @@ class CacheManager:
             with contextlib.suppress(UnknownSessionError):  # destroyed by somebody else meanwhile
                 self._sessions.clear(row["session"])
         self._chain.clear("reset")
+        for remote in self._remotes:
+            remote.call("reset")
 
     def check(self) -> list[str]:
         """Violated invariants, as sentences; empty when all is well."""
-        return self._chain.check()
+        there = [sentence for remote in self._remotes for sentence in remote.call("check") or ()]
+        return self._chain.check() + there
 
     def state(self) -> dict[str, Any]:
         """What is held and what has happened, as plain data."""
@@ -239,7 +258,12 @@ class CacheManager:
             "hit_rate_blocks": hit / asked if asked else 0.0,
             "events": self._ledger.rows(),
             "seconds": self._ledger.seconds(),
+            "engines": [remote.call("state") for remote in self._remotes],
         }
+
+    def follow(self, remote: Remote) -> None:
+        """Make this manager a client of one in another process: sessions that end here end there, too."""
+        self._remotes.append(remote)
 
     def close(self) -> None:
         """Stop intake, finish background work, free all memory; idempotent."""
@@ -260,3 +284,8 @@ class _Failures:
     def __call__(self, error: Exception) -> None:
         if self.context is not None:
             self.context.failed("background", error)
+
+
+def live_managers() -> list[CacheManager]:
+    """The managers of this process that somebody holds."""
+    return list(_LIVE)

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 from ...config import dump_config
 from ...errors import ConfigError, MissingDependencyError
 from ..base import CacheAdapter
+from .control import Door
 from .conversation import Talk, continued, talk_of
-from .install import bind, core_of
+from .install import bind, bind_remote, core_of
 from .owner import hand_over
 
 if TYPE_CHECKING:
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
 
 CONNECTOR = {"kv_connector": "KVCacheFactoryConnector", "kv_connector_module_path": __package__, "kv_role": "kv_both"}
 """What ``--kv-transfer-config`` needs to say."""
+
+
+_DOORS: list[Door] = []  # their directories live as long as this process
 
 
 class VLLMCacheAdapter(CacheAdapter):
@@ -69,7 +73,11 @@ class VLLMCacheAdapter(CacheAdapter):
         engine = getattr(engine, "llm_engine", engine)
         if getattr(engine, "kvcache_factory", None) is not None:
             raise ConfigError("this engine has an adapter already; detach() it first")
-        bind(core_of(engine), manager)
+        core = core_of(engine)
+        if core is not None:
+            bind(core, manager)
+        else:
+            bind_remote(engine, manager)
         adapter = cls(engine, manager)
         adapter._hook()
         return adapter
@@ -168,4 +176,7 @@ class VLLMCacheAdapter(CacheAdapter):
 
 def describe(manager: CacheManager) -> dict[str, Any]:
     """Extra configuration by which a connector finds *manager* in this process, or makes its like in another."""
-    return {"manager": dump_config(manager.config), "attached": hand_over(manager), "attached_pid": os.getpid()}
+    door = Door()
+    _DOORS.append(door)
+    here = {"attached": hand_over(manager), "attached_pid": os.getpid()}
+    return {"manager": dump_config(manager.config), **here, "control": str(door.path)}

@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    SupportsHMA,
+)
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
+from ...errors import KVCacheError
+from .control import Server
 from .metrics import ConnectorStats, PromMetrics
-from .plans import StepPlan, StepReport
+from .plans import Nothing, StepPlan, StepReport
+from .remote import handlers
 from .scheduler import SchedulerSide
-from .settings import read_settings
+from .settings import Settings, read_settings
 from .worker import WorkerSide
 
 if TYPE_CHECKING:
@@ -21,7 +30,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("kvcache_factory.integration")
 
 
-class KVCacheFactoryConnector(KVConnectorBase_V1):  # type: ignore[misc]
+class KVCacheFactoryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     """Keeps KV blocks of vLLM's V1 engine in DRAM and on disk, under the keys that every engine shares.
 
     Loads and saves are synchronous copies in the worker, around the forward; what is slower than DRAM is fetched to
@@ -36,15 +45,33 @@ class KVCacheFactoryConnector(KVConnectorBase_V1):  # type: ignore[misc]
         settings = read_settings(self._kv_transfer_config.kv_connector_extra_config)
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
+        self._server: Server | None = None
         if role == KVConnectorRole.SCHEDULER:
-            self._scheduler = SchedulerSide(vllm_config, kv_cache_config, settings)
-            if self._kv_transfer_config.kv_load_failure_policy != "recompute":
-                _log.warning(
-                    "vLLM: a block that cannot be loaded ends its request with an error; add "
-                    '"kv_load_failure_policy": "recompute" to --kv-transfer-config to have it computed instead'
-                )
+            self._open_scheduler(settings)
         else:
-            self._worker = WorkerSide(vllm_config, kv_cache_config, settings)
+            self._open_worker(settings)
+
+    def _open_scheduler(self, settings: Settings) -> None:
+        if not settings.sleeping:
+            self.wake(settings)
+        if settings.control and settings.attached_pid != os.getpid():
+            self._server = Server(settings.control, handlers(self, settings))
+        if self._kv_transfer_config.kv_load_failure_policy != "recompute":
+            _log.warning(
+                "vLLM: a block that cannot be loaded ends its request with an error; add "
+                '"kv_load_failure_policy": "recompute" to --kv-transfer-config to have it computed instead'
+            )
+
+    def _open_worker(self, settings: Settings) -> None:
+        try:
+            self._worker = WorkerSide(self._vllm_config, self._kv_cache_config, settings)
+        except KVCacheError:
+            if not settings.sleeping:
+                raise  # an engine that nobody attaches must not notice; attach says what is wrong
+
+    def wake(self, settings: Settings) -> None:
+        """Begin to serve, by a manager that *settings* name."""
+        self._scheduler = SchedulerSide(self._vllm_config, self._kv_cache_config, settings)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -53,9 +80,14 @@ class KVCacheFactoryConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     @property
     def scheduler(self) -> SchedulerSide:
-        """The scheduler's side; only in the scheduler's role."""
-        assert self._scheduler is not None, "this is a worker's connector"
+        """The scheduler's side; only in the scheduler's role, and awake."""
+        assert self._scheduler is not None, "a worker's connector, or nobody has attached a manager"
         return self._scheduler
+
+    @property
+    def awake(self) -> bool:
+        """Whether this is the scheduler's connector and has a manager."""
+        return self._scheduler is not None
 
     @property
     def worker(self) -> WorkerSide:
@@ -64,6 +96,8 @@ class KVCacheFactoryConnector(KVConnectorBase_V1):  # type: ignore[misc]
         return self._worker
 
     def shutdown(self) -> None:
+        if self._server is not None:
+            self._server.close()
         side = self._scheduler or self._worker
         if side is not None:
             side.close()
@@ -71,36 +105,54 @@ class KVCacheFactoryConnector(KVConnectorBase_V1):  # type: ignore[misc]
     # -- scheduler ----------------------------------------------------------------------------------------------------
 
     def on_new_request(self, request: Any) -> None:
-        self.scheduler.add(request)
+        if self._scheduler is not None:
+            self._scheduler.add(request)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        return self.scheduler.matched_tokens(request, num_computed_tokens), False
+        if self._scheduler is None:
+            return 0, False
+        return self._scheduler.matched_tokens(request, num_computed_tokens), False
+
+    def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[CacheHitSource, int]:
+        if self._scheduler is None:
+            return {}
+        fetched = self._scheduler.fetched_tokens(request, num_external_tokens)
+        sources = {CacheHitSource.HOST: num_external_tokens - fetched, CacheHitSource.DISK: fetched}
+        return {source: tokens for source, tokens in sources.items() if tokens}
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        self.scheduler.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
+        if self._scheduler is not None:
+            self._scheduler.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
 
-    def build_connector_meta(self, scheduler_output: Any) -> StepPlan:
-        return self.scheduler.plan_step(scheduler_output)
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        return Nothing() if self._scheduler is None else self._scheduler.plan_step(scheduler_output)
 
     def update_connector_output(self, connector_output: Any) -> None:
         report = connector_output.kv_connector_worker_meta
-        self.scheduler.step_ended(report if isinstance(report, StepReport) else None)
+        if self._scheduler is not None and isinstance(report, StepReport):
+            self._scheduler.step_ended(report)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        return False, self.scheduler.finished(request)
+        return False, None if self._scheduler is None else self._scheduler.finished(request)
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self.request_finished(request, block_ids[0])
 
     def reset_cache(self) -> bool:
-        return self.scheduler.reset()
+        return True if self._scheduler is None else self._scheduler.reset()
 
     # -- worker -------------------------------------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
-        self.worker.register(kv_caches)
+        if self._worker is not None:
+            self._worker.register(kv_caches)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         plan = self._get_connector_metadata()
-        assert isinstance(plan, StepPlan)
-        self.worker.load(plan)
+        if self._worker is not None and isinstance(plan, StepPlan):
+            self._worker.load(plan)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Loads have ended before the forward."""
@@ -109,15 +161,18 @@ class KVCacheFactoryConnector(KVConnectorBase_V1):  # type: ignore[misc]
         """Blocks are saved whole, after the forward."""
 
     def wait_for_save(self) -> None:
-        self.worker.save()
+        if self._worker is not None:
+            self._worker.save()
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        return self.worker.take_failed_blocks()
+        return self._worker.take_failed_blocks() if self._worker is not None else set()
 
     def build_connector_worker_meta(self) -> StepReport | None:
+        if self._worker is None:
+            return None
         # With drafts vLLM asks before it calls wait_for_save; the KV of known tokens is complete by then.
-        self.worker.save()
-        return self.worker.report()
+        self._worker.save()
+        return self._worker.report()
 
     # -- statistics ---------------------------------------------------------------------------------------------------
 

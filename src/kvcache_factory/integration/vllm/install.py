@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
+from ...config import dump_config
 from ...errors import ConfigError
+from .control import Client
+from .owner import hand_over
+from .settings import Settings
 
 if TYPE_CHECKING:
     from ...manager import CacheManager
+
+WAKE_TIMEOUT_S = 300.0
+"""Time for the engine's process to read the weights for their fingerprint, and to allocate."""
 
 _HELP = (
     "make the engine with EngineArgs(**VLLMCacheAdapter.engine_args(manager, model=...)), or serve with "
@@ -17,14 +25,12 @@ _HELP = (
 
 
 def core_of(engine: Any) -> Any:
-    """The engine core when it runs in this process; ConfigError with what to do when it does not."""
+    """The engine core where it runs in this process, None where it does not; ConfigError for what is no engine."""
     client = getattr(engine, "engine_core", None)
-    core = getattr(client, "engine_core", None)
     if client is None:
         raise ConfigError(f"{type(engine).__name__} is not a vLLM LLMEngine or LLM; {_HELP}")
-    if core is None or not hasattr(core, "scheduler"):
-        raise ConfigError(f"this engine runs in another process and was made without this cache; {_HELP}")
-    return core
+    core = getattr(client, "engine_core", None)
+    return core if hasattr(core, "scheduler") else None
 
 
 def bind(core: Any, manager: CacheManager) -> None:
@@ -36,8 +42,22 @@ def bind(core: Any, manager: CacheManager) -> None:
         _install(core, manager)
     elif not isinstance(connector, KVCacheFactoryConnector):
         raise ConfigError(f"this engine has another KV connector, {type(connector).__name__}; {_HELP}")
+    elif not connector.awake:
+        connector.wake(Settings(attached=hand_over(manager), attached_pid=os.getpid()))
     elif connector.scheduler.owner.manager is not manager:
         raise ConfigError(f"this engine was made with another manager; attach that one, or {_HELP}")
+
+
+def bind_remote(engine: Any, manager: CacheManager) -> None:
+    """Let the engine's process serve by a manager like *manager*, which becomes its client."""
+    transfer = engine.vllm_config.kv_transfer_config
+    extra = transfer.kv_connector_extra_config if transfer is not None else {}
+    if transfer is None or transfer.kv_connector != "KVCacheFactoryConnector" or not extra.get("control"):
+        raise ConfigError(f"this engine runs in another process and was made without a manager; {_HELP}")
+    client = Client(extra["control"])
+    client.wait_until_there()
+    client.ask("attach", dump_config(manager.config), timeout=WAKE_TIMEOUT_S)
+    manager.follow(client)
 
 
 def _install(core: Any, manager: CacheManager) -> None:

@@ -45,6 +45,11 @@ class Save:
 
 
 @dataclass
+class Nothing(KVConnectorMetadata):  # type: ignore[misc]
+    """The plan of a connector that sleeps."""
+
+
+@dataclass
 class StepPlan(KVConnectorMetadata):  # type: ignore[misc]
     """All copies of one step.
 

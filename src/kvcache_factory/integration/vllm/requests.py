@@ -28,6 +28,7 @@ class TrackedRequest:
         self.saved = 0
         self.prefetch: Ticket | None = None
         self.prefetched = False
+        self.held_before = 0
         self.waiting_since: float | None = None
         self.load_step = -1
 
@@ -44,6 +45,11 @@ class TrackedRequest:
         """Leading blocks of the match that are in the first tier."""
         segments = self.match.segments if self.match is not None else ()
         return len(segments[0].rows) if segments and segments[0].tier == 0 else 0
+
+    @property
+    def fetched_blocks(self) -> int:
+        """Those of them that were brought from slower tiers for this request."""
+        return max(self.ready_blocks - self.held_before, 0)
 
     def forget_match(self) -> None:
         """The lease is gone: look again when the request is scheduled again."""

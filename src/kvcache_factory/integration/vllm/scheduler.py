@@ -59,6 +59,8 @@ class SchedulerSide:
             self.stats.count(requests_not_cacheable=1)
             return
         tracked = TrackedRequest(request, self.spaces.of(request))
+        if tracked.session is not None:
+            self.owner.know(tracked.session)
         tracked.grow()
         self._requests[tracked.id] = tracked
         if self._may_load(tracked):
@@ -84,6 +86,7 @@ class SchedulerSide:
 
     def _prefetch(self, tracked: TrackedRequest) -> None:
         tracked.prefetched = True
+        tracked.held_before = tracked.space.held_in_memory(tracked.chain)
         tracked.prefetch = tracked.space.prefetch(tracked.chain)
         tracked.waiting_since = time.monotonic()
 
@@ -134,6 +137,11 @@ class SchedulerSide:
         tracked.loaded_tokens = tokens
         tracked.load_step = self._step
 
+    def fetched_tokens(self, request: Any, tokens: int) -> int:
+        """How many of the *tokens* that are loaded came from slower tiers for this request."""
+        tracked = self._requests.get(request.request_id)
+        return 0 if tracked is None else min(tracked.fetched_blocks * tracked.space.block_tokens, tokens)
+
     def plan_step(self, output: Any) -> StepPlan:
         """All copies of the step that *output* describes."""
         for request_id in output.preempted_req_ids or ():
@@ -177,10 +185,8 @@ class SchedulerSide:
 
     # -- a step has ended ---------------------------------------------------------------------------------------------
 
-    def step_ended(self, report: StepReport | None) -> None:
+    def step_ended(self, report: StepReport) -> None:
         """Take what the workers say: keys of blocks that could not be loaded leave first, then plans end."""
-        if report is None:
-            return
         self._reported = max(self._reported, report.step)
         self._failures = max(self._failures, report.failures)
         for request_id in report.failed_loads:

@@ -56,7 +56,9 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     attached_pid: int = 0
     """That process."""
     control: str = ""
-    """Socket on which another process asks for sessions and figures."""
+    """Socket on which the process that started the engine asks for sessions and figures."""
+    sleeping: bool = False
+    """Do nothing until that process names a manager."""
 
     def __post_init__(self) -> None:
         for name in ("memory_gb", "disk_gb", "max_wait_s", "ask_again_s"):
