@@ -17,6 +17,9 @@ VLLM := .venv-vllm
 VLLM_HASH := $(shell cat requirements-vllm.lock | $(PYTHON) -c "import hashlib, sys; print(hashlib.sha256(sys.stdin.buffer.read()).hexdigest()[:16])")
 VLLM_STAMP := $(VLLM)/.lock-$(VLLM_HASH)
 VLLM_PIP := $(VLLM)/bin/python -m pip --disable-pip-version-check
+# Triton is a gigabyte and only needed to check the kernel for GPUs, in its interpreter: beside the environments.
+TRITON := .venv-triton
+TRITON_STAMP := $(TRITON)/.lock-$(shell tr -dc '[:alnum:].' < requirements-triton.lock)
 WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal
 
@@ -29,7 +32,7 @@ help:
 	@echo "make bench   the benchmark tables             make soak     the long tests"
 	@echo "make setup   create the environments          make clean    remove what was built"
 
-setup: $(STAMP) $(VLLM_STAMP)
+setup: $(STAMP) $(VLLM_STAMP) $(TRITON_STAMP)
 
 $(STAMP): $(LOCKS)
 	$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11) and 'Python 3.11 or later is needed; say make PYTHON=python3.11')"
@@ -61,6 +64,12 @@ $(VLLM)/installed:
 	$(VLLM_PIP) install -q --no-deps --no-build-isolation -e .
 	VLLM_NO_USAGE_STATS=1 $(VLLM)/bin/python -c "import vllm.entrypoints.llm"
 
+$(TRITON_STAMP): requirements-triton.lock $(STAMP)
+	rm -rf $(TRITON) && mkdir $(TRITON)
+	$(PIP) install -q --no-deps --target $(TRITON) -r $< || \
+	  echo "note: Triton cannot be had here; the check of the kernel for GPUs will be skipped"
+	touch $@
+
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -72,9 +81,10 @@ format: $(STAMP)
 	$(BIN)/ruff format .
 
 # The closing run is the whole suite; before it, what must also hold without numba and on the oldest Transformers.
-test: $(STAMP) $(VLLM_STAMP) lint
+test: $(STAMP) $(VLLM_STAMP) $(TRITON_STAMP) lint
 	KVCACHE_FACTORY_NO_NUMBA=1 $(PYTEST) tests/memory $(wildcard tests/engine)
 	PYTHONPATH=$(TF4) $(PYTEST) tests/integration/transformers
+	TRITON_INTERPRET=1 PYTHONPATH=$(TRITON) $(BIN)/python -m pytest -q tests/memory/test_launch.py
 	$(MAKE) --no-print-directory test-vllm
 	$(PYTEST)
 
@@ -92,5 +102,5 @@ soak: $(STAMP)
 	$(BIN)/python -m pytest -q -m soak
 
 clean:
-	rm -rf $(VENV) $(TF4) $(VLLM) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(TF4) $(VLLM) $(TRITON) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +

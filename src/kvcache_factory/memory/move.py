@@ -1,8 +1,8 @@
 """Gather blocks from engine tensors into slots, scatter them back, and copy slots between slabs.
 
-Host to host is one batched copy over descriptors; anything that involves another device goes through torch, one copy
-per block, layer, and keys or values.  Where one side is packed and the other is not, blocks pass through some memory
-in the region's own order.
+Host to host is one batched copy over descriptors.  Tensors on another device are copied by one kernel where it passes
+its self-test, with one copy a block to slots elsewhere, and otherwise through torch, one per block, layer, and keys or
+values.  Where one side is packed and the other is not, blocks pass through some memory in the region's own order.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from ..block.spec import PAGE, Layout, round_up
 from ..errors import LayoutError
+from . import launch
 from .device import DeviceSlab, slot_bytes, typed_block
 from .order import reorder
 from .region import Addresses, BlockPositions, Region
@@ -33,6 +34,8 @@ def gather(
     """
     if _staged(region, slab, tag):
         _by_reordering(region, positions, slab, slots, payload_offset, tag, into_slots=True)
+    elif not region.on_host and launch.serves(region.device):
+        _by_kernel(region, positions, slab, slots, payload_offset, tag, into_slots=True)
     elif region.on_host and slab.device == "cpu":
         inside, outside, size = descriptors(region, positions, slab, slots, payload_offset, tag)
         copy_batch(inside, outside, size)
@@ -51,6 +54,8 @@ def scatter(
         raise LayoutError("the tensors are expanded: several elements share memory; call .contiguous() before loading")
     if _staged(region, slab, tag):
         _by_reordering(region, positions, slab, slots, payload_offset, tag, into_slots=False)
+    elif not region.on_host and launch.serves(region.device):
+        _by_kernel(region, positions, slab, slots, payload_offset, tag, into_slots=False)
     elif region.on_host and slab.device == "cpu":
         inside, outside, size = descriptors(region, positions, slab, slots, payload_offset, tag)
         copy_batch(outside, inside, size)
@@ -97,6 +102,48 @@ def copy_slots(
         source = slot_bytes(src, s)[src_offset : src_offset + nbytes]
         slot_bytes(dst, d)[dst_offset : dst_offset + nbytes].copy_(source)
     _settle(src.device, dst.device)
+
+
+def _by_kernel(
+    region: Region,
+    positions: BlockPositions,
+    slab: AnySlab,
+    slots: npt.ArrayLike,
+    payload_offset: int,
+    tag: Layout,
+    *,
+    into_slots: bool,
+) -> None:
+    """Move blocks of a device's tensors by one launch; to slots elsewhere they pass through payloads beside them."""
+    spec, numbers = region.spec, np.atleast_1d(slots)
+    assert len(numbers) == len(positions), "one slot per block"
+    if isinstance(slab, DeviceSlab) and slab.device == region.device:
+        outside, offsets, sizes = region.describe(positions, tag)
+        inside = slab.address_on_device(numbers)[:, None] + np.uint64(payload_offset) + offsets
+        size = np.broadcast_to(sizes, inside.shape).reshape(-1)
+        there, here = (inside, outside) if into_slots else (outside, inside)
+        launch.copy_batch(there.reshape(-1), here.reshape(-1), size, region.device)
+        _settle(region.device)
+        return
+    step = max(min(_STAGING_BYTES // spec.payload_bytes, len(numbers)), 1)
+    staging = _beside(region, step)
+    try:
+        for first in range(0, len(numbers), step):
+            some, those = positions[first : first + step], numbers[first : first + step]
+            rows = np.arange(len(those))
+            if into_slots:
+                _by_kernel(region, some, staging, rows, 0, tag, into_slots=True)
+                copy_slots(staging, rows, slab, those, spec.payload_bytes, dst_offset=payload_offset)
+            else:
+                copy_slots(slab, those, staging, rows, spec.payload_bytes, src_offset=payload_offset)
+                _by_kernel(region, some, staging, rows, 0, tag, into_slots=False)
+    finally:
+        staging.close()
+
+
+def _beside(region: Region, slots: int) -> DeviceSlab:
+    """Payloads on the device of a region."""
+    return DeviceSlab(slots, region.spec.payload_bytes, region.device)
 
 
 def _staged(region: Region, slab: AnySlab, tag: Layout) -> bool:
