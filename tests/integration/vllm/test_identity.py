@@ -20,6 +20,7 @@ import json, sys
 from pathlib import Path
 from transformers import AutoConfig, LlamaConfig, MistralConfig, Phi3Config, Qwen2Config, Qwen3Config
 from vllm.config import ModelConfig
+from vllm.transformers_utils.config import get_config
 from kvcache_factory.block.fingerprint import config_fingerprint
 
 small = dict(vocab_size=512, hidden_size=128, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
@@ -41,9 +42,12 @@ for number, (name, config) in enumerate(made.items()):
     folder = Path(sys.argv[1]) / str(number)
     config.save_pretrained(folder)
     stated = json.loads((folder / "config.json").read_text())
-    served = ModelConfig(model=str(folder), skip_tokenizer_init=True, max_model_len=128).hf_config.to_dict()
+    served = get_config(str(folder), trust_remote_code=False).to_dict()
     live = AutoConfig.from_pretrained(folder).to_dict()
     found[name] = [config_fingerprint(c) for c in (stated, live, served)]
+    if name == "llama":  # the whole of it once: vLLM starts a process to look at each class of models
+        whole = ModelConfig(model=str(folder), skip_tokenizer_init=True, max_model_len=128)
+        found[name].append(config_fingerprint(whole.hf_config.to_dict()))
 print("RESULT" + json.dumps(found))
 """
 
