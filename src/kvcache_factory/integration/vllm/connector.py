@@ -129,8 +129,8 @@ class KVCacheFactoryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[
 
     def update_connector_output(self, connector_output: Any) -> None:
         report = connector_output.kv_connector_worker_meta
-        if self._scheduler is not None and isinstance(report, StepReport):
-            self._scheduler.step_ended(report)
+        if self._scheduler is not None:
+            self._scheduler.step_ended(report if isinstance(report, StepReport) else StepReport())
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return False, None if self._scheduler is None else self._scheduler.finished(request)

@@ -10,11 +10,13 @@ import contextlib
 import hmac
 import os
 import secrets
+import shutil
 import socket
 import struct
 import tempfile
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -47,8 +49,9 @@ class Door:
     """A directory for the socket and the token, made by the client before the engine starts; gone with it."""
 
     def __init__(self) -> None:
-        self._directory = tempfile.TemporaryDirectory(prefix="kvcache-factory-", ignore_cleanup_errors=True)
-        self.path = Path(self._directory.name) / "control"
+        folder = tempfile.mkdtemp(prefix="kvcache-factory-")
+        weakref.finalize(self, _remove, folder, os.getpid())
+        self.path = Path(folder) / "control"
         _token_file(self.path).touch(mode=0o600)
         _token_file(self.path).write_text(secrets.token_hex(16), encoding="ascii")
 
@@ -140,6 +143,11 @@ class Client:
             if time.monotonic() > end:
                 raise ConfigError(f"the engine's process has not opened {self._path}; is the connector loaded there?")
             time.sleep(0.02)
+
+
+def _remove(folder: str, pid: int) -> None:
+    if os.getpid() == pid:  # a forked child must not take the directory with it
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _token_file(path: Path) -> Path:

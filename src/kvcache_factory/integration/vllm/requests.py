@@ -29,6 +29,7 @@ class TrackedRequest:
         self.prefetch: Ticket | None = None
         self.prefetched = False
         self.held_before = 0
+        self.awaited_tokens = 0
         self.waiting_since: float | None = None
         self.load_step = -1
 

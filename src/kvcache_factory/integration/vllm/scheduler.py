@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from ...block.plan import SavePlan
+from .decision import LoadDecision
 from .geometry import read_geometry
 from .identity import Spaces, model_name
 from .metrics import ConnectorStats
@@ -40,6 +41,8 @@ class SchedulerSide:
         self.spaces.plain  # noqa: B018  opens the manager: what cannot work must fail here
         self.place = announce(self.owner.manager)
         self.stats = ConnectorStats()
+        self.decision = LoadDecision(settings.load_decision, self.geometry.spec.bytes_per_token)
+        self._planned = (0.0, 0)
         self._requests: dict[str, TrackedRequest] = {}
         self._pending: dict[int, tuple[str, SavePlan]] = {}
         self._loads: list[Load] = []
@@ -82,27 +85,42 @@ class SchedulerSide:
 
     def _may_load(self, tracked: TrackedRequest) -> bool:
         skips = tracked.request.skip_reading_prefix_cache
-        return bool(self.loads and not skips and self.settings.load_decision != "never")
+        return bool(self.loads and not skips and not self.decision.never)
 
     def _prefetch(self, tracked: TrackedRequest) -> None:
+        """Begin to bring what slower tiers hold beyond the first, if that is worth it."""
         tracked.prefetched = True
         tracked.held_before = tracked.space.held_in_memory(tracked.chain)
+        deeper = (tracked.space.peek(tracked.chain) - tracked.held_before) * tracked.space.block_tokens
+        if deeper and not self.decision.worth_it(deeper):
+            self.stats.count(loads_declined=1)
+            return
         tracked.prefetch = tracked.space.prefetch(tracked.chain)
         tracked.waiting_since = time.monotonic()
+        if tracked.prefetch is not None:
+            tracked.awaited_tokens = deeper
+            self.decision.begun(deeper)
 
     def _on_its_way(self, tracked: TrackedRequest) -> bool:
-        ticket = tracked.prefetch
-        if ticket is None:
+        ticket, since = tracked.prefetch, tracked.waiting_since
+        if ticket is None or since is None:
             return False
-        assert tracked.waiting_since is not None
-        left = tracked.waiting_since + self.settings.max_wait_s - time.monotonic()
+        left = since + self.settings.max_wait_s - time.monotonic()
         # With other requests at work the engine has better to do than to wait; without, asking would only burn a core.
         done = ticket.wait(max(min(self.settings.ask_again_s, left), 0)) if self._idle else ticket.done
-        if done or left <= 0:
-            self.stats.count(prefetches_late=int(not done))
+        if not done and left > 0:
+            return True
+        self.stats.count(prefetches_late=int(not done))
+        self._arrived(tracked, time.monotonic() - since if done else 0.0)
+        return False
+
+    def _arrived(self, tracked: TrackedRequest, seconds: float) -> None:
+        """Nothing is awaited any more; learn from how long it took."""
+        if tracked.prefetch is not None:
+            held = tracked.space.held_in_memory(tracked.chain)
+            brought = (held - tracked.held_before) * tracked.space.block_tokens
+            self.decision.ended(tracked.awaited_tokens, brought, seconds)
             tracked.prefetch = None
-            return False
-        return True
 
     def _match(self, tracked: TrackedRequest) -> None:
         limit = tracked.request.num_tokens - 1  # one token must be left to compute
@@ -155,6 +173,7 @@ class SchedulerSide:
         self._loads, self._lost = [], []
         self._step += 1
         self._idle = not output.num_scheduled_tokens
+        self._planned = (time.monotonic(), int(output.total_num_scheduled_tokens))
         return plan
 
     def _plan_save(self, plan: StepPlan, tracked: TrackedRequest, scheduled: int, blocks: Any) -> None:
@@ -187,6 +206,9 @@ class SchedulerSide:
 
     def step_ended(self, report: StepReport) -> None:
         """Take what the workers say: keys of blocks that could not be loaded leave first, then plans end."""
+        begun, tokens = self._planned
+        self._planned = (0.0, 0)
+        self.decision.computed(tokens, time.monotonic() - begun)
         self._reported = max(self._reported, report.step)
         self._failures = max(self._failures, report.failures)
         for request_id in report.failed_loads:
@@ -225,6 +247,7 @@ class SchedulerSide:
         if tracked is not None:
             self._let_go(tracked, 0)
             tracked.forget_match()
+            self.stats.count(preemptions=1)
 
     def finished(self, request: Any) -> dict[str, Any] | None:
         """The request has ended, however; what the client is told about it if it asked for anything."""
@@ -238,6 +261,7 @@ class SchedulerSide:
 
     def _let_go(self, tracked: TrackedRequest, output_tokens: int) -> None:
         """Give the lease back, after the step that uses its slots."""
+        self._arrived(tracked, 0.0)
         if tracked.load_step > self._reported:
             self._ended.append((tracked.load_step, tracked, output_tokens))
         else:
