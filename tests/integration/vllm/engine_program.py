@@ -233,8 +233,8 @@ def crowd(stage: Stage) -> dict[str, Any]:
     expected = [stage.fresh([ids], tokens=80)[0] for ids in prompts]
     runs = [stage.ask(prompts, tokens=80)["ids"] for _ in range(2)]
     preempted = [m.value for m in stage.llm.get_metrics() if m.name == "vllm:num_preemptions"]
-    events = {(row["where"], row["event"]): row["blocks"] for row in stage.manager.state()["events"]}
-    return {"expected": expected, "runs": runs, "preempted": preempted[0], "evicted": events.get(("cpu", "evicted"), 0)}
+    evicted = sum(row["blocks"] for row in stage.manager.state()["events"] if row["event"] == "evicted")
+    return {"expected": expected, "runs": runs, "preempted": preempted[0], "evicted": evicted}
 
 
 def save_until_killed(stage: Stage) -> dict[str, Any]:
@@ -248,6 +248,27 @@ def save_until_killed(stage: Stage) -> dict[str, Any]:
 def after_a_kill(stage: Stage) -> dict[str, Any]:
     prompt = [1000, *stage.ids("class", 600)]
     return {"answer": stage.ask([prompt]), "expected": stage.fresh([prompt])}
+
+
+def events(stage: Stage) -> dict[str, Any]:
+    """What vLLM publishes of the host's blocks: under the hashes by which it announced its own."""
+    publisher = stage.llm.llm_engine.engine_core.engine_core.scheduler.kv_event_publisher
+    published: list[Any] = []
+    publisher.publish = lambda batch: published.extend(batch.events)
+    stage.ask([stage.ids("assert", 300)])
+    stage.manager.reset()
+    stage.connector.scheduler.events._looked -= 10
+    stage.ask([stage.ids("for", 30)])
+    named = [
+        (type(event).__name__, event.medium, list(event.block_hashes))
+        for event in published
+        if hasattr(event, "block_hashes")
+    ]
+    return {
+        kind: sorted(str(hash_) for name, medium, hashes in named if (name, medium) == which for hash_ in hashes)
+        for kind, which in {"gpu": ("BlockStored", "GPU"), "stored": ("BlockStored", "CPU"),
+                            "removed": ("BlockRemoved", "CPU")}.items()
+    }  # fmt: skip
 
 
 def figures(stage: Stage) -> dict[str, Any]:
@@ -270,7 +291,7 @@ SCENES = {
     scene.__name__: scene
     for scene in (
         reuse, answer_once, next_turn, shared_prefixes, salted, not_reading, prompt_logprobs, aborted, weights_changed,
-        load_fails, slot_changes_under_a_load, crowd, save_until_killed, after_a_kill, figures, settle,
+        events, load_fails, slot_changes_under_a_load, crowd, save_until_killed, after_a_kill, figures, settle,
     )
 }  # fmt: skip
 

@@ -149,3 +149,12 @@ def test_fp8_keys_and_values() -> None:
     played = play("reuse", "figures", kv_cache_dtype="fp8_e4m3")
     assert played["reuse"]["warm"]["cached"] == [640]
     assert played["reuse"]["warm"]["ids"] == played["reuse"]["local"]["ids"]
+
+
+def test_kv_events_say_what_the_host_holds() -> None:
+    """Blocks are announced under vLLM's own hashes when they are stored, and when they have left."""
+    config = {"enable_kv_cache_events": True, "publisher": "null"}
+    scene = play("events", kv_events_config=config)["events"]
+    assert scene["stored"] == scene["gpu"]
+    assert len(scene["stored"]) == 4
+    assert scene["removed"] == scene["stored"]

@@ -39,6 +39,8 @@ class KVCacheFactoryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[
     """
 
     _cache_hit_source = CacheHitSource.HOST
+    counted = True
+    """Whether vLLM's loggers take statistics of this class; those of an engine that was made without it cannot."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -177,7 +179,11 @@ class KVCacheFactoryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[
     # -- statistics ---------------------------------------------------------------------------------------------------
 
     def get_kv_connector_stats(self) -> ConnectorStats | None:
-        return self._scheduler.stats.take() if self._scheduler is not None else None
+        return self._scheduler.stats.take() if self._scheduler is not None and self.counted else None
+
+    def take_events(self) -> list[Any]:
+        events = self._scheduler.events if self._scheduler is not None else None
+        return events.take() if events is not None else []
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> ConnectorStats:

@@ -91,6 +91,7 @@ def _install(core: Any, manager: CacheManager) -> None:
         from vllm.v1.metrics.stats import PrefixCacheStats
 
         scheduler.connector_prefix_cache_stats = PrefixCacheStats()
+    connector.counted = False
     scheduler.connector = connector
 
 

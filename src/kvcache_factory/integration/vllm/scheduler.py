@@ -10,6 +10,7 @@ import numpy as np
 
 from ...block.plan import SavePlan
 from .decision import LoadDecision
+from .events import EventLog
 from .geometry import read_geometry
 from .identity import Spaces, model_name
 from .metrics import ConnectorStats
@@ -42,6 +43,7 @@ class SchedulerSide:
         self.place = announce(self.owner.manager)
         self.stats = ConnectorStats()
         self.decision = LoadDecision(settings.load_decision, self.geometry.spec.bytes_per_token)
+        self.events = self._event_log(vllm_config, kv_cache_config)
         self._planned = (0.0, 0)
         self._requests: dict[str, TrackedRequest] = {}
         self._pending: dict[int, tuple[str, SavePlan]] = {}
@@ -53,6 +55,14 @@ class SchedulerSide:
         self._next_plan = 0
         self._failures = 0
         self._idle = True
+
+    def _event_log(self, vllm_config: Any, kv_cache_config: Any) -> EventLog | None:
+        wanted = vllm_config.kv_events_config
+        tokens = self.geometry.engine_tokens
+        if wanted is None or not wanted.enable_kv_cache_events or kv_cache_config.hash_block_size not in (None, tokens):
+            return None
+        index = self.owner.manager.first_index
+        return EventLog(self.geometry.parts, tokens, lambda keys: index.rows_of(keys) >= 0)
 
     # -- a request comes ----------------------------------------------------------------------------------------------
 
@@ -192,6 +202,8 @@ class SchedulerSide:
         ids: BlockIds = np.array(blocks.get_block_ids(tracked.id)[0][saving.first * parts : last * parts], np.int64)
         self._pending[self._next_plan] = (tracked.id, saving)
         plan.saves.append(Save(self._next_plan, saving.rows, ids.reshape(-1, parts)))
+        if self.events is not None:
+            self.events.planned(self._next_plan, tracked, saving)
         self._next_plan += 1
 
     def _reserve(self, tracked: TrackedRequest, first: int, end: int) -> SavePlan | None:
@@ -220,6 +232,8 @@ class SchedulerSide:
             tracked = self._requests.get(request_id)
             space = tracked.space if tracked is not None else self.spaces.plain
             space.finish_save(plan, filled)
+            if self.events is not None:
+                self.events.ended(number, filled)
             if tracked is not None and filled < len(plan.rows):
                 tracked.saved = min(tracked.saved, plan.first + filled)
         ended = [entry for entry in self._ended if entry[0] <= report.step]
