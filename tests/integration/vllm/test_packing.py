@@ -46,6 +46,17 @@ for isa in ("vec", "vec16"):
             gather(region, region.positions([[0, 1]]), slab, [0], 0, Layout.LCND)
             want = torch.stack([k, v]).view(torch.uint8).numpy().reshape(-1)
             rows.append([isa, name, n, bool(np.array_equal(slab.view[0, : spec.payload_bytes], want))])
+for cache_dtype, kind in (("fp8_e4m3", torch.float8_e4m3fn), ("fp8_e5m2", torch.float8_e5m2)):
+    n, tokens = 64, 128
+    cache = torch.zeros(blocks, heads, n, 2 * dim, dtype=torch.uint8)
+    k, v = (torch.randint(-4, 5, (tokens, heads, dim)).bfloat16() for _ in range(2))  # numbers that fp8 has
+    halves = cache.view(blocks, heads, 2 * n, dim).chunk(2, dim=2)
+    ops.cpu_attn_reshape_and_cache(k, v, *halves, torch.arange(tokens), "vec", 1.0, 1.0, cache_dtype)
+    spec = BlockSpec(KVDtype.of(kind), 1, heads, dim, tokens)
+    region, slab = PackedRegion(spec, [cache]), Slab(1, spec.slot_bytes)
+    gather(region, region.positions([[0, 1]]), slab, [0], 0, Layout.LCND)
+    got = torch.from_numpy(slab.view[0, : spec.payload_bytes]).view(kind).bfloat16().view(2, tokens, heads, dim)
+    rows.append(["vec", cache_dtype, n, bool(torch.equal(got, torch.stack([k, v])))])
 print("RESULT" + json.dumps(rows))
 """
 
@@ -100,7 +111,7 @@ def run(program: str, *arguments: str) -> Any:
 def test_the_kernel_of_the_cpu_backend_packs_as_the_page_says() -> None:
     """What vLLM's own kernel writes, of every dtype and block size, is read back bit for bit."""
     rows = run(KERNEL)
-    assert len(rows) == 24
+    assert len(rows) == 26
     assert [row for row in rows if not row[3]] == []
 
 
