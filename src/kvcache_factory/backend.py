@@ -22,6 +22,8 @@ class CPUBackend(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="c
     """Capacity in GiB, overhead included; None: the policy's ``max_size_gb``, else 10."""
     huge_pages: bool = True
     """Ask the system for huge pages."""
+    shared: bool = False
+    """Let other processes map the memory, as engines with worker processes need; no huge pages then."""
 
     def __post_init__(self) -> None:
         _check_size("CPUBackend", self.size_gb)

@@ -80,7 +80,10 @@ def _tier(
         if level.is_encrypted:
             tier.codec = AesGcm(partial(load_key, level.key_file, level.key_env))
         return tier
-    memory = MemoryStore(None, level.huge_pages) if isinstance(level, CPUBackend) else MemoryStore(level.device)
+    if isinstance(level, CPUBackend):
+        memory = MemoryStore(None, level.huge_pages, level.shared)
+    else:
+        memory = MemoryStore(level.device)
     return Tier(name, memory, policy, budget, ledger, clock)
 
 

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 from .block.envelope import Fidelity
 from .block.identity import Identity
 from .block.key import KeyChain, MediaSpan
-from .block.plan import Match
-from .block.spec import BlockSpec
+from .block.plan import LoadPlan, Match, SavePlan
+from .block.spec import BlockSpec, Layout
 from .engine.chain import TierChain
 from .engine.inside import HERE
 from .engine.io import Ticket
@@ -142,6 +142,14 @@ class KeySpace:
             found = self._context.chain.peek(chain)
         return found
 
+    def held_in_memory(self, chain: KeyChain) -> int:
+        """Leading blocks that the first tier holds, by key alone."""
+        found = 0
+        with self._context.guarded("peek"):
+            if self._context.chain.is_open:
+                found = self._context.chain.tiers[0].index.peek(chain)
+        return found
+
     def match(
         self,
         chain: KeyChain,
@@ -209,6 +217,49 @@ class KeySpace:
                     keys = self._context.sessions.unheld(chain.keys[: first + count])
                     self._context.chain.drop_unshared(keys, "session_destroyed", wipe=charged.purged)
         return stored
+
+    def plan_save(
+        self,
+        chain: KeyChain,
+        *,
+        first: int,
+        count: int,
+        tag: Layout,
+        session: str | None = None,
+        reuse_hint: ReuseHint = "unknown",
+    ) -> SavePlan | None:
+        """Reserve slots for what is missing of the blocks *first* to *first* + *count* - 1; None when nothing is.
+
+        For engines whose tensors are in another process: somebody copies payloads in order *tag* into the rows, and
+        then :meth:`finish_save` must be called.
+        """
+        plan = None
+        with self._context.guarded("save"):
+            count = min(count, chain.num_blocks - first)
+            if self._context.chain.is_open and count > 0:
+                self._require(chain)
+                hint = RequestHint(reuse=reuse_hint, total_blocks=chain.num_blocks, first_block=first)
+                plan = self._context.chain.plan_save(chain, self.root, first, count, tag, Fidelity.EXACT, hint)
+                self._charge(session, chain, first + count)
+        return plan if plan is not None and len(plan.rows) else None
+
+    def finish_save(self, plan: SavePlan, filled: int, *, reuse_hint: ReuseHint = "unknown") -> None:
+        """End a plan: its leading *filled* rows hold their blocks, the others are given back."""
+        with self._context.guarded("save"):
+            if self._context.chain.is_open:
+                self._context.chain.finish_save(plan, filled, RequestHint(reuse=reuse_hint))
+
+    def holds(self, match: Match) -> bool:
+        """Whether the lease of *match* is still there."""
+        return self._context.chain.leases.holds(match.request_id, match.lease)
+
+    def plan_load(self, match: Match, count: int) -> LoadPlan:
+        """Slots of the first tier with the leading blocks of *match*, at most *count*; they stay while it is leased."""
+        plan = LoadPlan()
+        with self._context.guarded("load"):
+            if self._context.chain.is_open:
+                plan = self._context.chain.plan_load(match, count)
+        return plan
 
     def release(self, request_id: str, output_tokens: int = 0) -> bool:
         """Give the lease of a request back; idempotent.  *output_tokens*: how many it generated."""

@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import weakref
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from .backend import Backend, CPUBackend
 from .block.identity import Identity
@@ -24,9 +24,18 @@ from .keyspace import Context, KeySpace
 from .policy.base import EvictionPolicy
 from .policy.order import LRUEvictionPolicy
 from .registry import make_policy
-from .session import Session, SessionBook, SessionScope
+from .session import History, Session, SessionBook, SessionScope, current_history, current_session
+from .store.base import SlotMemory
 
 _NUMBERS = itertools.count(1)
+_LIVE: weakref.WeakSet[CacheManager] = weakref.WeakSet()
+
+
+class Remote(Protocol):
+    """A manager in another process, where an engine keeps the blocks of this one."""
+
+    def call(self, verb: str, *args: Any) -> Any:
+        """Do *verb* there; what it returned, or None when that process cannot be reached."""
 
 
 class CacheManager:
@@ -98,6 +107,8 @@ class CacheManager:
         self._context = Context(self.config, self._chain, self._ledger, self._sessions, self._number)
         failures.context = self._context
         self._finalizer = weakref.finalize(self, TierChain.close, self._chain)
+        self._remotes: list[Remote] = []
+        _LIVE.add(self)
 
     # -- configuration ------------------------------------------------------------------------------------------------
 
@@ -149,6 +160,16 @@ class CacheManager:
         """The index of the first tier: for benchmarks and simulations, which enter blocks without moving bytes."""
         return self._chain.tiers[0].index
 
+    @property
+    def first_slots(self) -> SlotMemory:
+        """Memory of the first tier, for engines whose own process or thread copies; a model must be registered."""
+        return self._chain.tiers[0].slots
+
+    @property
+    def payload_offset(self) -> int:
+        """Bytes from the start of a slot of the first tier to its payload."""
+        return self._chain.tiers[0].payload_offset
+
     # -- sessions -----------------------------------------------------------------------------------------------------
 
     def create_session(self, session_id: str) -> Session:
@@ -156,9 +177,20 @@ class CacheManager:
         with INSIDE:
             return self._sessions.create(session_id)
 
-    def use_session(self, session_id: str) -> SessionScope:
-        """A context manager: requests inside belong to the session, in this thread or asyncio task only."""
-        return SessionScope(self._number, self._sessions.get(session_id))
+    def use_session(self, session_id: str, history: History = "auto") -> SessionScope:
+        """A context manager: requests inside belong to the session, in this thread or asyncio task only.
+
+        *history*: what adapters of engines without conversations of their own put in front of a text prompt; the
+        session's tokens unless the prompt contains them (``"auto"``), always (``"append"``), or never (``"none"``).
+        """
+        return SessionScope(self._number, self._sessions.get(session_id), history)
+
+    @property
+    def current(self) -> tuple[Session | None, History]:
+        """The session that this thread or task is in, and how it wants text prompts continued."""
+        session_id = current_session(self._number)
+        session = self._sessions.find(session_id) if session_id is not None else None
+        return session, current_history(self._number)
 
     def session(self, session_id: str) -> Session:
         """The session of this id; UnknownSessionError when there is none."""
@@ -170,7 +202,8 @@ class CacheManager:
         Returns how many blocks were dropped.  UnknownSessionError when there is no such session.
         """
         with INSIDE:
-            return self._chain.drop_unshared(self._sessions.clear(session_id), "session_cleared")
+            dropped = self._chain.drop_unshared(self._sessions.clear(session_id), "session_cleared")
+        return dropped + sum(remote.call("clear_session", session_id) or 0 for remote in self._remotes)
 
     def destroy_session(self, session_id: str, purge: bool = False) -> bool:
         """End a session and drop the blocks that only it references; False when there is none.  Never raises.
@@ -184,6 +217,8 @@ class CacheManager:
 
     def _end_session(self, session_id: str, purge: bool) -> None:
         self._chain.drop_unshared(self._sessions.destroy(session_id, purge), "session_destroyed", wipe=purge)
+        for remote in self._remotes:
+            remote.call("destroy_session", session_id, purge)
 
     # -- running it ---------------------------------------------------------------------------------------------------
 
@@ -195,7 +230,8 @@ class CacheManager:
     def wait(self, timeout: float | None = None) -> bool:
         """Wait for background copies; False when *timeout* seconds were not enough."""
         self._context.catch_up()
-        return self._chain.wait(timeout)
+        there = [remote.call("wait", timeout) for remote in self._remotes]
+        return self._chain.wait(timeout) and False not in there
 
     def refresh(self) -> None:
         """Learn now what other processes have stored in shared levels; look-ups also start this by themselves."""
@@ -209,10 +245,13 @@ class CacheManager:
                 with contextlib.suppress(UnknownSessionError):  # destroyed by somebody else meanwhile
                     self._sessions.clear(row["session"])
             self._chain.clear("reset")
+        for remote in self._remotes:
+            remote.call("reset")
 
     def check(self) -> list[str]:
         """Violated invariants, as sentences; empty when all is well."""
-        return self._chain.check()
+        there = [sentence for remote in self._remotes for sentence in remote.call("check") or ()]
+        return self._chain.check() + there
 
     def state(self) -> dict[str, Any]:
         """What is held and what has happened, as plain data."""
@@ -227,7 +266,12 @@ class CacheManager:
             "hit_rate_blocks": hit / asked if asked else 0.0,
             "events": self._ledger.rows(),
             "seconds": self._ledger.seconds(),
+            "engines": [remote.call("state") for remote in self._remotes],
         }
+
+    def follow(self, remote: Remote) -> None:
+        """Make this manager a client of one in another process: sessions that end here end there, too."""
+        self._remotes.append(remote)
 
     def close(self) -> None:
         """Stop intake, finish background work, free all memory; idempotent."""
@@ -248,3 +292,8 @@ class _Failures:
     def __call__(self, error: Exception) -> None:
         if self.context is not None:
             self.context.failed("background", error)
+
+
+def live_managers() -> list[CacheManager]:
+    """The managers of this process that somebody holds."""
+    return list(_LIVE)

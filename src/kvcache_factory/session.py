@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -18,8 +18,15 @@ import numpy.typing as npt
 from .engine.table import KeyCounts, Keys
 from .errors import ConfigError, SessionExistsError, UnknownSessionError
 
+History = Literal["auto", "append", "none"]
+"""What adapters put in front of a text prompt: the conversation so far, unless the prompt has it (auto); always; never.
+"""
+
 # By number of a manager's book: the sessions that this thread or task is in, the innermost last.  Never mutated.
-_CURRENT: ContextVar[dict[int, tuple[str, ...]]] = ContextVar("kvcache_factory_session", default={})  # noqa: B039
+_CURRENT: ContextVar[dict[int, tuple[tuple[str, History], ...]]] = ContextVar(
+    "kvcache_factory_session",
+    default={},  # noqa: B039
+)
 
 PRUNE_AT = 4096
 """References of a session at which those to lost blocks are first looked for."""
@@ -84,6 +91,10 @@ class SessionBook:
         if session is None:
             raise UnknownSessionError(f"there is no session {session_id!r}; call create_session({session_id!r}) first")
         return session
+
+    def find(self, session_id: str) -> Session | None:
+        """The session of this id, if there is one."""
+        return self._sessions.get(session_id)
 
     def charge(self, session_id: str, keys: Keys, holds: Callable[[Keys], npt.NDArray[np.bool_]]) -> Session | None:
         """Let a session reference the blocks of distinct *keys* ``[n, 2]``; returns it, None when it is gone.
@@ -161,14 +172,17 @@ class SessionScope:
     It keeps nothing itself, so one scope may be entered several times, and by several threads.
     """
 
-    def __init__(self, book_number: int, session: Session) -> None:
+    def __init__(self, book_number: int, session: Session, history: History = "auto") -> None:
+        if history not in ("auto", "append", "none"):
+            raise ConfigError(f"history={history!r}: use 'auto', 'append' or 'none'")
         self._book_number = book_number
         self._session = session
+        self._history = history
 
     def __enter__(self) -> Session:
         current = _CURRENT.get()
         within = current.get(self._book_number, ())
-        _CURRENT.set({**current, self._book_number: (*within, self._session.id)})
+        _CURRENT.set({**current, self._book_number: (*within, (self._session.id, self._history))})
         return self._session
 
     def __exit__(self, *_: object) -> None:
@@ -179,4 +193,10 @@ class SessionScope:
 def current_session(book_number: int) -> str | None:
     """Id of the session that this thread or task is in, for one manager."""
     within = _CURRENT.get().get(book_number)
-    return within[-1] if within else None
+    return within[-1][0] if within else None
+
+
+def current_history(book_number: int) -> History:
+    """How the session that this thread or task is in wants its text prompts continued."""
+    within = _CURRENT.get().get(book_number)
+    return within[-1][1] if within else "auto"

@@ -65,3 +65,24 @@ def test_the_table_puts_the_phases_beside_each_other(seen: dict[str, Any]) -> No
 def test_impossible_options_are_usage_errors(options: list[str]) -> None:
     """Refused before a model is loaded."""
     assert CliRunner().invoke(main, ["demo", *options]).exit_code == 2
+
+
+def test_the_exchange_of_two_engines_has_a_row_for_each_direction(monkeypatch: pytest.MonkeyPatch) -> None:
+    """--cross-engine runs the other demo and passes its options on."""
+    from kvcache_factory.demo import cross_engine
+
+    given: dict[str, Any] = {}
+    row = {"writer": "transformers", "reader": "vllm", "reused_tokens": 2240, "identical": True}
+
+    def run(*, progress: Any, **options: Any) -> list[dict[str, Any]]:
+        given.update(options)
+        return [row]
+
+    monkeypatch.setattr(cross_engine, "run_cross_engine", run)
+    result = CliRunner().invoke(main, ["demo", "--cross-engine", "--vllm-python", "/opt/v/python", "--json"])
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["rows"] == [row]
+    assert given == {"dtype": "float32", "max_new_tokens": 32, "vllm_python": Path("/opt/v/python")}
+    table = CliRunner().invoke(main, ["demo", "--cross-engine"])
+    assert "2,240" in table.stdout
+    assert CliRunner().invoke(main, ["demo", "--cross-engine", "--plot", "x.png"]).exit_code == 2

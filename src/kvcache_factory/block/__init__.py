@@ -21,12 +21,13 @@ from .identity import (
     weights_fingerprint,
 )
 from .key import KEY_BUILDERS, KeyChain, MediaSpan, normalise_tokens, root_key
-from .spec import PAGE, BlockSpec, KVDtype, Layout, RopeParameters, round_up, storage_block_tokens
+from .spec import PAGE, PLAIN_LAYOUTS, BlockSpec, KVDtype, Layout, RopeParameters, round_up, storage_block_tokens
 
 __all__ = [
     "FORMAT_VERSION",
     "KEY_BUILDERS",
     "PAGE",
+    "PLAIN_LAYOUTS",
     "BlockSpec",
     "Fidelity",
     "Header",

@@ -103,24 +103,33 @@ def model_fingerprint(config: Mapping[str, Any] | None, weights_digest: str, mod
     return digest128(b"model", config_fingerprint(config).encode(), weights_digest.encode()).hex()
 
 
-def fingerprint_directory(path: str | os.PathLike[str], progress: Progress | None = None) -> str:
+def fingerprint_directory(
+    path: str | os.PathLike[str], progress: Progress | None = None, config: Mapping[str, Any] | None = None
+) -> str:
     """The model fingerprint of a directory with ``config.json`` and safetensors files.
+
+    An engine that overrides parts of the file passes the *config* that it runs with.
 
     Reads all weights once, at the speed of the disk, and remembers the digest in the user's cache directory until a
     file's path, size, time or inode changes.  Raises :class:`ConfigError` where files are missing and
     :class:`FormatError` where one is damaged.
     """
     directory = Path(path)
-    config = directory / "config.json"
-    if not config.is_file():
-        raise ConfigError(f"{directory} has no config.json; name a model directory, or pass model_id")
+    if config is None:
+        config = _read_config(directory / "config.json")
+    return model_fingerprint(config, _directory_weights(directory, progress))
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise ConfigError(f"{path.parent} has no config.json; name a model directory, or pass model_id")
     try:
-        parsed = json.loads(config.read_text(encoding="utf-8"))
+        parsed = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise FormatError(f"{config} is not JSON: {error}") from None
+        raise FormatError(f"{path} is not JSON: {error}") from None
     if not isinstance(parsed, dict):
-        raise FormatError(f"{config} does not hold a JSON object")
-    return model_fingerprint(parsed, _directory_weights(directory, progress))
+        raise FormatError(f"{path} does not hold a JSON object")
+    return parsed
 
 
 def _canonical(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
+
+from .spec import Layout
 
 Rows = npt.NDArray[np.int32]
 
@@ -63,3 +66,23 @@ class Match(msgspec.Struct, frozen=True):
     lease: int = -1
     root: int = 0
     chain: ChainView | None = None
+
+
+class SavePlan(msgspec.Struct, frozen=True):
+    """Rows of the first tier that are reserved for blocks *first* .. of a chain, until somebody has filled them."""
+
+    first: int
+    rows: Rows
+
+
+class LoadPlan(msgspec.Struct, frozen=True):
+    """Rows of the first tier that hold the leading blocks of a match, and the numbers of their layouts ``[n]``."""
+
+    rows: Rows = np.empty(0, np.int32)
+    codes: npt.NDArray[np.uint8] = np.empty(0, np.uint8)
+
+    def by_layout(self, first: int = 0) -> Iterator[tuple[Layout, npt.NDArray[np.int64]]]:
+        """Each order of bytes among the rows from number *first* on, with the numbers of its rows."""
+        codes = self.codes[first:]
+        for code in np.unique(codes).tolist():
+            yield Layout.of_code(code), first + np.flatnonzero(codes == code)

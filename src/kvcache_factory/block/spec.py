@@ -46,11 +46,66 @@ class Layout(StrEnum):
     """Order of the bytes in a payload: L layer, C key or value, N token, H head, D element of a head.
 
     ``LCND`` keeps the heads of one token together (N, then H and D), as paged engines do; ``LCHND`` keeps the tokens of
-    one head together, as Transformers does.  Any other name is a private packing that only its writer can read.
+    one head together, as Transformers does.  ``VLLM_CPU_n`` is the packing of vLLM's CPU backend in engine blocks of n
+    tokens: [layer][engine block][head], and there the keys transposed [D][n] before the values [n][D].  Any other name
+    is a private packing that only its writer can read.
     """
 
     LCND = "LCND"
     LCHND = "LCHND"
+    VLLM_CPU_32 = "VLLM_CPU_32"
+    VLLM_CPU_64 = "VLLM_CPU_64"
+    VLLM_CPU_128 = "VLLM_CPU_128"
+    VLLM_CPU_256 = "VLLM_CPU_256"
+
+    @property
+    def code(self) -> int:
+        """The number that columns and logs keep for this order; never given to another one."""
+        return _LAYOUT_CODES[self]
+
+    @classmethod
+    def of_code(cls, code: int) -> Layout:
+        """The order with this number; KeyError when this version has none."""
+        return _LAYOUTS[code]
+
+    @classmethod
+    def named(cls, name: str) -> Layout | None:
+        """The order of this name; None for a private packing."""
+        return cls.__members__.get(name)
+
+    @classmethod
+    def vllm_cpu(cls, engine_tokens: int) -> Layout | None:
+        """The packing of vLLM's CPU backend for engine blocks of this size, if it has a name."""
+        return _PACKINGS.get(engine_tokens)
+
+    @property
+    def packed_tokens(self) -> int:
+        """Tokens of an engine block where this is a packing, which holds whole engine blocks; 0 where it is plain."""
+        return _PACKED_TOKENS.get(self, 0)
+
+    def fits(self, spec: BlockSpec) -> bool:
+        """Whether a payload of *spec* can be in this order."""
+        return self.packed_tokens == 0 or spec.block_tokens % self.packed_tokens == 0
+
+
+_LAYOUT_CODES = {
+    Layout.LCND: 0,
+    Layout.LCHND: 1,
+    Layout.VLLM_CPU_32: 2,
+    Layout.VLLM_CPU_64: 3,
+    Layout.VLLM_CPU_128: 4,
+    Layout.VLLM_CPU_256: 5,
+}
+_LAYOUTS = {code: layout for layout, code in _LAYOUT_CODES.items()}
+_PACKED_TOKENS = {
+    Layout.VLLM_CPU_32: 32,
+    Layout.VLLM_CPU_64: 64,
+    Layout.VLLM_CPU_128: 128,
+    Layout.VLLM_CPU_256: 256,
+}
+_PACKINGS = {tokens: layout for layout, tokens in _PACKED_TOKENS.items()}
+PLAIN_LAYOUTS = (Layout.LCND, Layout.LCHND)
+"""The orders that are axes in a row, which descriptors can turn into each other."""
 
 
 class RopeParameters(msgspec.Struct, frozen=True):

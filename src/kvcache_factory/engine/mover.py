@@ -12,7 +12,6 @@ from ..errors import ClosedError
 from ..memory.move import gather, scatter
 from ..memory.region import BlockPositions, Region
 from ..store.base import SlotMemory
-from .images import LAYOUT_CODES, LAYOUTS
 from .table import Rows
 from .tier import Tier
 
@@ -28,7 +27,7 @@ class Mover:
     @staticmethod
     def layout_code(tag: Layout) -> int:
         """The number under which an index keeps the order of a payload's bytes."""
-        return LAYOUT_CODES[tag]
+        return tag.code
 
     def gather(self, tier: Tier, rows: Rows, region: Region, positions: BlockPositions) -> None:
         """Fill *rows* from *positions*, in the region's own order."""
@@ -48,12 +47,12 @@ class Mover:
         with self:
             first = int(codes[0])
             if (codes == first).all():
-                scatter(region, positions, memory, slots, payload_offset, LAYOUTS[first])
+                scatter(region, positions, memory, slots, payload_offset, Layout.of_code(first))
                 return
             for code in np.unique(codes).tolist():
                 same = np.flatnonzero(codes == code)
                 part = BlockPositions(positions.a[same], positions.b[same])
-                scatter(region, part, memory, slots[same], payload_offset, LAYOUTS[code])
+                scatter(region, part, memory, slots[same], payload_offset, Layout.of_code(code))
 
     def close(self) -> None:
         """Refuse new copies, and wait until none is in flight: after that, slots may be freed."""

@@ -5,6 +5,7 @@ Importing this package does not import torch; using a region or a device does.
 
 from .device import DeviceSlab, find_device
 from .move import AnySlab, copy_slots, gather, scatter
+from .packed import PackedRegion
 from .region import PAGED_LAYOUTS, BlockPositions, PagedRegion, Region, SequenceRegion
 from .slab import Slab
 from .transfer import choose, chosen_path, copy_batch, force, measure
@@ -14,6 +15,7 @@ __all__ = [
     "AnySlab",
     "BlockPositions",
     "DeviceSlab",
+    "PackedRegion",
     "PagedRegion",
     "Region",
     "SequenceRegion",

@@ -42,6 +42,14 @@ class DeviceSlab:
         assert self._host is not None, f"slots on {self.device} have no host address"
         return self._host.address(slots)
 
+    def address_on_device(self, slots: npt.ArrayLike) -> npt.NDArray[np.uint64]:
+        """Address of each slot in bytes, as the device sees it."""
+        if self._host is not None:
+            return self._host.address(slots)
+        if self._bytes is None:
+            raise ClosedError("the slab is closed")
+        return np.uint64(self._bytes.data_ptr()) + np.asarray(slots).astype(np.uint64) * np.uint64(self.slot_bytes)
+
     @property
     def view(self) -> npt.NDArray[np.uint8]:
         """uint8 [slots, slot_bytes]; only where the device is the host."""

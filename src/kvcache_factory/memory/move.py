@@ -1,7 +1,8 @@
 """Gather blocks from engine tensors into slots, scatter them back, and copy slots between slabs.
 
-Host to host is one batched copy over descriptors; anything that involves another device goes through torch, one copy
-per block, layer, and keys or values.
+Host to host is one batched copy over descriptors.  Tensors on another device are copied by one kernel where it passes
+its self-test, with one copy a block to slots elsewhere, and otherwise through torch, one per block, layer, and keys or
+values.  Where one side is packed and the other is not, blocks pass through some memory in the region's own order.
 """
 
 from __future__ import annotations
@@ -9,14 +10,18 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from ..block.spec import Layout
+from ..block.spec import PAGE, Layout, round_up
 from ..errors import LayoutError
+from . import launch
 from .device import DeviceSlab, slot_bytes, typed_block
+from .order import reorder
 from .region import Addresses, BlockPositions, Region
 from .slab import Slab
 from .transfer import copy_batch
 
 AnySlab = Slab | DeviceSlab
+
+_STAGING_BYTES = 8 << 20  # what stays in a cache between the two copies of a conversion
 
 
 def gather(
@@ -24,9 +29,14 @@ def gather(
 ) -> None:
     """Copy n blocks out of a region into *slots* (int [n]) of a slab, as payloads in order *tag*.
 
-    *payload_offset*: bytes from the start of a slot to its payload.  Raises LayoutError for positions out of range.
+    *payload_offset*: bytes from the start of a slot to its payload.  Raises LayoutError for positions out of range and
+    for an order that such blocks cannot have.
     """
-    if region.on_host and slab.device == "cpu":
+    if _staged(region, slab, tag):
+        _by_reordering(region, positions, slab, slots, payload_offset, tag, into_slots=True)
+    elif not region.on_host and launch.serves(region.device):
+        _by_kernel(region, positions, slab, slots, payload_offset, tag, into_slots=True)
+    elif region.on_host and slab.device == "cpu":
         inside, outside, size = descriptors(region, positions, slab, slots, payload_offset, tag)
         copy_batch(inside, outside, size)
     else:
@@ -42,7 +52,11 @@ def scatter(
     """
     if not region.writable:
         raise LayoutError("the tensors are expanded: several elements share memory; call .contiguous() before loading")
-    if region.on_host and slab.device == "cpu":
+    if _staged(region, slab, tag):
+        _by_reordering(region, positions, slab, slots, payload_offset, tag, into_slots=False)
+    elif not region.on_host and launch.serves(region.device):
+        _by_kernel(region, positions, slab, slots, payload_offset, tag, into_slots=False)
+    elif region.on_host and slab.device == "cpu":
         inside, outside, size = descriptors(region, positions, slab, slots, payload_offset, tag)
         copy_batch(outside, inside, size)
     else:
@@ -88,6 +102,107 @@ def copy_slots(
         source = slot_bytes(src, s)[src_offset : src_offset + nbytes]
         slot_bytes(dst, d)[dst_offset : dst_offset + nbytes].copy_(source)
     _settle(src.device, dst.device)
+
+
+def _by_kernel(
+    region: Region,
+    positions: BlockPositions,
+    slab: AnySlab,
+    slots: npt.ArrayLike,
+    payload_offset: int,
+    tag: Layout,
+    *,
+    into_slots: bool,
+) -> None:
+    """Move blocks of a device's tensors by one launch; to slots elsewhere they pass through payloads beside them."""
+    spec, numbers = region.spec, np.atleast_1d(slots)
+    assert len(numbers) == len(positions), "one slot per block"
+    if isinstance(slab, DeviceSlab) and slab.device == region.device:
+        outside, offsets, sizes = region.describe(positions, tag)
+        inside = slab.address_on_device(numbers)[:, None] + np.uint64(payload_offset) + offsets
+        size = np.broadcast_to(sizes, inside.shape).reshape(-1)
+        there, here = (inside, outside) if into_slots else (outside, inside)
+        launch.copy_batch(there.reshape(-1), here.reshape(-1), size, region.device)
+        _settle(region.device)
+        return
+    step = max(min(_STAGING_BYTES // spec.payload_bytes, len(numbers)), 1)
+    staging = _beside(region, step)
+    try:
+        for first in range(0, len(numbers), step):
+            some, those = positions[first : first + step], numbers[first : first + step]
+            rows = np.arange(len(those))
+            if into_slots:
+                _by_kernel(region, some, staging, rows, 0, tag, into_slots=True)
+                copy_slots(staging, rows, slab, those, spec.payload_bytes, dst_offset=payload_offset)
+            else:
+                copy_slots(slab, those, staging, rows, spec.payload_bytes, src_offset=payload_offset)
+                _by_kernel(region, some, staging, rows, 0, tag, into_slots=False)
+    finally:
+        staging.close()
+
+
+def _beside(region: Region, slots: int) -> DeviceSlab:
+    """Payloads on the device of a region."""
+    return DeviceSlab(slots, region.spec.payload_bytes, region.device)
+
+
+def _staged(region: Region, slab: AnySlab, tag: Layout) -> bool:
+    """Whether a packing is involved that is not moved as it is from host to host."""
+    packed = region.tag.packed_tokens or tag.packed_tokens
+    return bool(packed) and not (tag == region.tag and slab.device == "cpu")
+
+
+def _by_reordering(
+    region: Region,
+    positions: BlockPositions,
+    slab: AnySlab,
+    slots: npt.ArrayLike,
+    payload_offset: int,
+    tag: Layout,
+    *,
+    into_slots: bool,
+) -> None:
+    """Move blocks through memory that holds a few of them in the region's own order."""
+    region.check(positions)
+    spec, own, numbers = region.spec, region.tag, np.atleast_1d(slots)
+    assert len(numbers) == len(positions), "one slot per block"
+    if not tag.fits(spec):
+        raise LayoutError(f"a block of {spec.block_tokens} tokens cannot be in order {tag!r}")
+    if not len(numbers):
+        return
+    step = max(min(_STAGING_BYTES // spec.payload_bytes, len(numbers)), 1)
+    staging = Slab(step, round_up(spec.payload_bytes, PAGE), huge_pages=False)
+    try:
+        for first in range(0, len(numbers), step):
+            some, here = positions[first : first + step], numbers[first : first + step]
+            rows = np.arange(len(here))
+            if into_slots:
+                gather(region, some, staging, rows, 0, own)
+            for row, slot in enumerate(here.tolist()):
+                payload = _host_bytes(slab, slot)[payload_offset:]
+                if into_slots:
+                    reorder(staging.view[row], own, payload, tag, spec, region.heads)
+                    _put_back(slab, slot, payload, payload_offset)
+                else:
+                    reorder(payload, tag, staging.view[row], own, spec, region.heads)
+            if not into_slots:
+                scatter(region, some, staging, rows, 0, own)
+    finally:
+        staging.close()
+
+
+def _host_bytes(slab: AnySlab, slot: int) -> npt.NDArray[np.uint8]:
+    """A slot's bytes in host memory: the slot itself, or a copy of one on a device."""
+    found: npt.NDArray[np.uint8] = slab.view[slot] if slab.device == "cpu" else slot_bytes(slab, slot).cpu().numpy()
+    return found
+
+
+def _put_back(slab: AnySlab, slot: int, payload: npt.NDArray[np.uint8], payload_offset: int) -> None:
+    """Write a copy that :func:`_host_bytes` made back to its slot on a device."""
+    if slab.device != "cpu":
+        import torch
+
+        slot_bytes(slab, slot)[payload_offset:].copy_(torch.from_numpy(payload))
 
 
 def _by_torch(

@@ -63,6 +63,7 @@ class Region:
         self.spec = spec
         self.part_tokens = part_tokens
         self.parts = spec.block_tokens // part_tokens
+        self.heads = slice(0, spec.num_kv_heads)
         self._views = views
         flat = [t for pair in views for t in pair]
         self.device = str(flat[0].device)
@@ -139,7 +140,7 @@ class Region:
         elif tag == Layout.LCHND:
             axes = [(n, 2, cell), (s.num_kv_heads, 3, cell * s.block_tokens)]
         else:
-            raise LayoutError(f"payload order {tag!r} is a private packing; only its writer can read it")
+            raise LayoutError(f"payload order {tag!r} is a packing, which no pieces of this region make up; convert it")
         chunk = cell
         while axes and (axes[0][0] == 1 or (axes[0][2] == chunk and (self._strides[:, axes[0][1]] == chunk).all())):
             chunk *= axes[0][0]

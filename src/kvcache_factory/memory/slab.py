@@ -38,13 +38,16 @@ class Slab:
             )
         self.slots = slots
         self.slot_bytes = slot_bytes
-        mapping = _map(slots * slot_bytes)
+        mapping = self._map(slots * slot_bytes)
         self.huge_pages = huge_pages and _advise_huge_pages(mapping)
         self._mapping: mmap.mmap | None = mapping
         self._bytes: npt.NDArray[np.uint8] | None = np.frombuffer(mapping, np.uint8)
         self.base = int(self._bytes.ctypes.data)
         self._start, self._step = np.uint64(self.base), np.uint64(slot_bytes)
         self._prefault: _Prefault | None = None
+
+    def _map(self, size: int) -> mmap.mmap:
+        return _map(size)
 
     @property
     def view(self) -> npt.NDArray[np.uint8]:

@@ -7,6 +7,7 @@ from typing import ClassVar
 from ..block.spec import PAGE, BlockSpec, round_up
 from ..memory.device import DeviceSlab
 from ..memory.move import copy_slots
+from ..memory.shared import SharedSlab
 from ..memory.slab import Slab
 from .base import SlotMemory, Slots, Store
 
@@ -20,13 +21,16 @@ class MemoryStore(Store):
         None for host DRAM in one mapping of our own; else a torch device, ``"cpu"`` included.
     huge_pages:
         Ask for huge pages (host DRAM only).
+    shared:
+        Host DRAM that other processes can map, without huge pages.
     """
 
     name: ClassVar[str] = "memory"
 
-    def __init__(self, device: str | None = None, huge_pages: bool = True) -> None:
+    def __init__(self, device: str | None = None, huge_pages: bool = True, shared: bool = False) -> None:
         self.device = device
         self.huge_pages = huge_pages
+        self.shared = shared
         self._memory: Slab | DeviceSlab | None = None
         self._payload_bytes = 0
         self._payload_offset = 0
@@ -36,7 +40,8 @@ class MemoryStore(Store):
         self._payload_bytes = spec.payload_bytes
         if self.device is None:
             self._payload_offset = spec.header_bytes
-            self._memory = Slab(slots, spec.slot_bytes, huge_pages=self.huge_pages)
+            shared, size = self.shared, spec.slot_bytes
+            self._memory = SharedSlab(slots, size) if shared else Slab(slots, size, huge_pages=self.huge_pages)
         else:
             self._memory = DeviceSlab(slots, self.slot_bytes(spec), self.device)
         self._memory.prefault_in_background()

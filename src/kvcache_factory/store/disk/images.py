@@ -15,7 +15,6 @@ from . import log
 _FIDELITY = slice(28, 30)
 _DIGESTS = slice(32, 96)
 _LAYOUT = slice(128, 160)
-LAYOUT_NUMBERS = {Layout.LCND: 0, Layout.LCHND: 1}
 OTHER_LAYOUT = 255
 
 
@@ -47,8 +46,8 @@ def describe(headers: npt.NDArray[np.uint8], slots: npt.NDArray[np.int64], now_n
         records[name] = digests[:, i]
     names = np.ascontiguousarray(headers[:, _LAYOUT]).view("S32").reshape(-1)
     records["layout"] = OTHER_LAYOUT
-    for layout, number in LAYOUT_NUMBERS.items():
-        records["layout"][names == layout.value.encode()] = number
+    for layout in Layout:
+        records["layout"][names == layout.value.encode()] = layout.code
     records["time_ns"] = now_ns
     records["depth"] = -1
     return records

@@ -1,0 +1,88 @@
+"""Load, or compute?  Two predictions from what was measured, starting from what such machines usually do."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+EXPLORE_EVERY = 32
+"""One in so many loads that look too slow is done anyway: a wrong belief must be able to end."""
+
+DECAY = 0.2
+"""Weight of the newest measurement."""
+
+MIN_TOKENS = 16
+"""Shorter steps say nothing about prefill."""
+
+
+class Rate:
+    """Amounts per second, the newest measurement counting most."""
+
+    def __init__(self, prior: float) -> None:
+        self.value = prior
+
+    def measured(self, amount: float, seconds: float) -> None:
+        """Take a measurement; nothing to learn from none."""
+        if amount > 0 and seconds > 0:
+            self.value += DECAY * (amount / seconds - self.value)
+
+    def seconds(self, amount: float) -> float:
+        """How long *amount* takes."""
+        return amount / self.value
+
+
+class LoadDecision:
+    """Whether blocks are brought from slower tiers for a request.
+
+    Parameters
+    ----------
+    mode:
+        ``"auto"`` compares predictions, ``"always"`` and ``"never"`` do not.
+    bytes_per_token:
+        Of keys and values.
+    read_bytes_per_s, prefill_tokens_per_s:
+        What is believed before anything was measured.
+    """
+
+    def __init__(
+        self,
+        mode: Literal["auto", "always", "never"],
+        bytes_per_token: int,
+        *,
+        read_bytes_per_s: float = 0.5e9,
+        prefill_tokens_per_s: float = 5000.0,
+    ) -> None:
+        self.mode = mode
+        self.reads = Rate(read_bytes_per_s)
+        self.prefill = Rate(prefill_tokens_per_s)
+        self._bytes_per_token = bytes_per_token
+        self._waiting_bytes = 0
+        self._declined = 0
+
+    @property
+    def never(self) -> bool:
+        """Whether nothing is ever loaded."""
+        return self.mode == "never"
+
+    def worth_it(self, tokens: int) -> bool:
+        """Whether *tokens* tokens are brought sooner than computed, behind the reads that are on their way."""
+        if self.mode != "auto" or not tokens:
+            return self.mode != "never"
+        load = self.reads.seconds(self._waiting_bytes + tokens * self._bytes_per_token)
+        if load < self.prefill.seconds(tokens):
+            return True
+        self._declined += 1
+        return self._declined % EXPLORE_EVERY == 0
+
+    def begun(self, tokens: int) -> None:
+        """*tokens* tokens are on their way."""
+        self._waiting_bytes += tokens * self._bytes_per_token
+
+    def ended(self, tokens: int, brought: int, seconds: float) -> None:
+        """Of *tokens* tokens that were on their way, *brought* came, in so many *seconds*."""
+        self._waiting_bytes = max(self._waiting_bytes - tokens * self._bytes_per_token, 0)
+        self.reads.measured(brought * self._bytes_per_token, seconds)
+
+    def computed(self, tokens: int, seconds: float) -> None:
+        """A step has computed *tokens* tokens in so many *seconds*."""
+        if tokens >= MIN_TOKENS:
+            self.prefill.measured(tokens, seconds)

@@ -1,0 +1,75 @@
+"""The manager behind an engine: handed over by this process, or made from settings and owned."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import threading
+import weakref
+from typing import Any
+
+from ...config import ManagerConfig, dump_config
+from ...errors import ConfigError, SessionError
+from ...manager import CacheManager
+from .settings import Settings
+
+_NUMBERS = itertools.count(1)
+_HANDED_OVER: weakref.WeakValueDictionary[int, CacheManager] = weakref.WeakValueDictionary()
+_LOCK = threading.Lock()
+
+MAX_SESSIONS = 4096
+"""Sessions that requests may bring up by naming them; the blocks of more are kept, but nobody's."""
+
+
+class Owner:
+    """A manager, and whether it ends with the engine."""
+
+    def __init__(self, manager: CacheManager, owned: bool, made_from: ManagerConfig | None = None) -> None:
+        self.manager = manager
+        self.made_from = made_from
+        self._owned = owned
+        self._sessions: set[str] = set()
+
+    def know(self, session_id: str) -> None:
+        """Account the blocks of this session, which the process that made it may have elsewhere.
+
+        Sessions of a manager that was handed over are its owner's to make.
+        """
+        if self._owned and session_id not in self._sessions and len(self._sessions) < MAX_SESSIONS:
+            self._sessions.add(session_id)
+            with contextlib.suppress(SessionError):
+                self.manager.create_session(session_id)
+
+    def forget(self, session_id: str, purge: bool = False) -> bool:
+        """End a session that :meth:`know` made."""
+        self._sessions.discard(session_id)
+        return self.manager.destroy_session(session_id, purge)
+
+    def close(self) -> None:
+        """Close the manager if it was made for the engine: its background copies are finished first."""
+        if self._owned:
+            self.manager.close()
+
+
+def hand_over(manager: CacheManager) -> int:
+    """A number under which an engine in this process finds *manager*."""
+    with _LOCK:
+        for number, known in _HANDED_OVER.items():
+            if known is manager:
+                return number
+        number = next(_NUMBERS)
+        _HANDED_OVER[number] = manager
+        return number
+
+
+def open_manager(settings: Settings, parallel_config: Any) -> Owner:
+    """The manager that *settings* name.  Raises ConfigError when it cannot be reached from here."""
+    if settings.attached and settings.attached_pid == os.getpid():
+        manager = _HANDED_OVER.get(settings.attached)
+        if manager is None:
+            raise ConfigError("the manager of this engine is gone; keep a reference to it while the engine lives")
+        return Owner(manager, owned=False)
+    in_process = parallel_config.distributed_executor_backend == "uni" and parallel_config.world_size == 1
+    config = settings.manager_config(shared=not in_process)
+    return Owner(CacheManager.from_config(dump_config(config)), owned=True, made_from=settings.manager)
