@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from ..errors import ConfigError, MissingDependencyError
+from .conversation import FirstToken
 from .model import Progress, ensure_model, load_model, silent
-from .run import FirstToken
 from .text import question, reference_text
 from .vllm_side import BLOCK_TOKENS, MARK
 

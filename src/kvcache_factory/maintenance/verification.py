@@ -20,7 +20,7 @@ from ..errors import FormatError
 from ..store.disk import log, segment
 from ..store.disk.aio import BATCH_BYTES, reason_of
 from ..store.disk.directory import Directory
-from ..store.disk.images import LAYOUT_NUMBERS, OTHER_LAYOUT
+from ..store.disk.images import OTHER_LAYOUT
 from .survey import SegmentView, Survey
 
 Row = dict[str, Any]
@@ -153,7 +153,8 @@ def check_image(image: memoryview, record: log.Records) -> str:
     except HeaderError as error:
         return error.reason.value
     told = [record[name][0].tobytes() for name in ("identity", "key", "parent", "extras")]
-    number = LAYOUT_NUMBERS[Layout(header.layout)] if header.layout in Layout.__members__ else OTHER_LAYOUT
+    layout = Layout.named(header.layout)
+    number = layout.code if layout is not None else OTHER_LAYOUT
     shown = [header.identity_digest, header.key, header.parent_key, header.extras]
     if told != shown or (number, int(header.fidelity)) != (int(record["layout"][0]), int(record["fidelity"][0])):
         return "record"
