@@ -15,7 +15,8 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-SIGNATURE = "void(uint64[::1], uint64[::1], uint64[::1])"
+_ADDRESSES = "Array(uint64, 1, 'C', True)"  # read-only, which takes writable ones too
+SIGNATURE = f"void({_ADDRESSES}, {_ADDRESSES}, {_ADDRESSES})"
 
 _WAYS = 8
 _ZERO = np.uint64(0)
