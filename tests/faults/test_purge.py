@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 from tests.faults.conftest import DiskOpener
@@ -28,8 +28,8 @@ def traces(cache: DiskCache) -> int:
 def expect_no_trace(over: DiskOpener, cache: DiskCache) -> None:
     """Nothing is matched, here or by whoever opens the directory next, and nothing is in the files."""
     assert cache.manager.wait(60)
-    assert cache.matched(SECRET) == 0
     assert traces(cache) == 0
+    assert cache.matched(SECRET) == 0
     fresh = over()
     assert fresh.matched(SECRET) == 0
     fresh.manager.close()
@@ -64,6 +64,7 @@ def test_what_another_session_uses_stays(over: DiskOpener) -> None:
 
 
 WRITING: dict[str, Any] = {
+    "before it is reserved": lambda c: Gate(c.manager._chain.tiers[0], "reserve"),
     "before the copy": lambda c: Gate(c.manager._chain.mover, "gather"),
     "after the copy": lambda c: Gate(c.manager._chain.mover, "gather", "after"),
     "before it is reserved below": lambda c: Gate(c.disk, "reserve"),
@@ -141,18 +142,23 @@ def test_the_look_from_above_is_not_too_early(over: DiskOpener) -> None:
     expect_no_trace(over, cache)
 
 
-@pytest.mark.parametrize("end", ["release", "lost"])
-def test_what_a_request_holds_goes_with_the_request(over: DiskOpener, end: Literal["release", "lost"]) -> None:
-    """A lease keeps the bytes until it is given back, or until the next request of that name."""
+@pytest.mark.parametrize("end", ["release", "lost", "load"])
+def test_what_a_request_holds_goes_with_the_request(over: DiskOpener, end: str) -> None:
+    """A lease keeps the bytes until it is given back, or until the next request of that name; a load leaves none."""
     cache = over()
     cache.manager.create_session("mine")
     cache.save(SECRET, session="mine")
     cache.forget_above()
     chain = cache.space.chain(SECRET)
-    assert cache.space.match(chain, "held").blocks == 6
+    match = cache.space.match(chain, "held")
+    assert match.blocks == 6
     cache.manager.destroy_session("mine", purge=True)
     assert cache.matched(SECRET) == 0
-    if end == "release":
+    if end == "load":
+        assert cache.space.load(match, cache.engine.region, cache.engine.positions(6)) == 6
+        assert cache.engine.versions(chain, 6) == [0] * 6
+        assert cache.matched(SECRET) == 0
+    if end != "lost":
         assert cache.space.release("held")
     else:
         cache.space.match(cache.space.chain(PUBLIC), "held")

@@ -169,6 +169,16 @@ def test_two_that_grow_at_once_keep_the_budget(over: DiskOpener, monkeypatch: py
     assert second.counted("not_stored") == {"busy": 6}
 
 
+def test_what_was_known_of_the_directory_does_not_decide(over: DiskOpener) -> None:
+    """Room that was there at the last look is counted anew before it is taken."""
+    first, second = over(disk_mb=1), over(disk_mb=1)
+    first.save(CHAIN)
+    second.save(tokens_of(2, 6))
+    assert used_bytes(over.path) <= 1 << 20
+    assert len(files(over.path, ".data")) == 1
+    assert second.counted("not_stored") == {"full": 6}
+
+
 def test_restart_is_warm(over: DiskOpener) -> None:
     """Closed and opened ten times: nothing is lost, nothing is stored twice."""
     for turn in range(10):
