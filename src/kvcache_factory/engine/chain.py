@@ -129,7 +129,7 @@ class TierChain:
     ) -> Match:
         """The verified leading run of at most *limit* blocks, leased to *request_id*."""
         limit = min(limit, chain.num_blocks)
-        self._refresh_if_stale()
+        self.refresh_if_stale()
         pins: list[tuple[Tier, int]] = []
         try:
             segments, covered, reason = self._match_tiers(chain, root, limit, worst, hint, pins)
@@ -164,10 +164,13 @@ class TierChain:
             if isinstance(tier, LastingTier):
                 tier.refresh()
 
-    def _refresh_if_stale(self) -> None:
+    def refresh_if_stale(self) -> Ticket | None:
+        """Begin to learn what other processes have stored, where the last look is old; None when there is no need."""
+        ticket = None
         for tier in self.tiers:
             if isinstance(tier, LastingTier) and tier.stale(self.flow.settings.refresh_s):
-                self.flow.io.submit(Lane.LOAD, tier.refresh)
+                ticket = self.flow.io.submit(Lane.LOAD, tier.refresh)
+        return ticket
 
     def _match_tiers(
         self,
