@@ -276,6 +276,14 @@ class KeySpace:
                 ticket = self._context.chain.prefetch(chain, self.root)
         return ticket
 
+    def refresh(self) -> Ticket | None:
+        """Begin to learn what other processes have stored; None when what is known is young enough."""
+        ticket = None
+        with self._context.guarded("refresh"):
+            if self._context.chain.is_open:
+                ticket = self._context.chain.refresh_if_stale()
+        return ticket
+
     def drop(self, chain: KeyChain, first: int = 0) -> int:
         """Drop the blocks of *chain* from number *first* on, and all that was built on them; returns how many."""
         return self._context.chain.drop(chain, first) if self._context.chain.is_open else 0

@@ -145,7 +145,7 @@ class TierChain:
         counted: bool,
     ) -> Match:
         limit = min(limit, chain.num_blocks)
-        self._refresh_if_stale()
+        self.refresh_if_stale()
         pins: list[tuple[Tier, int]] = []
         try:
             segments, covered, reason = self._match_tiers(chain, root, limit, worst, hint, pins, counted)
@@ -182,12 +182,16 @@ class TierChain:
             if isinstance(tier, LastingTier):
                 tier.refresh()
 
-    def _refresh_if_stale(self) -> None:
+    def refresh_if_stale(self) -> Ticket | None:
+        """Begin to learn what other processes have stored, where the last look is old; None when there is no need."""
+        ticket = None
         for tier in self.tiers:
             if not isinstance(tier, LastingTier) or not tier.begin_refresh(self.flow.settings.refresh_s):
                 continue
-            if self.flow.io.submit(Lane.LOAD, tier.refresh) is None:
+            ticket = self.flow.io.submit(Lane.LOAD, tier.refresh)
+            if ticket is None:
                 tier.refreshing = False
+        return ticket
 
     def _match_tiers(
         self,

@@ -76,6 +76,8 @@ class Stage:
         assert self.llm.reset_prefix_cache()
 
     def ids(self, topic: str, tokens: int = PROMPT_TOKENS) -> list[int]:
+        if self.tokenizer is None:
+            return [(7 * i * i + 11 * i + len(topic)) % 100 + 10 for i in range(tokens)]
         return text_ids(self.tokenizer, topic, tokens)
 
     @property
@@ -271,6 +273,12 @@ def events(stage: Stage) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def wait_for_a_line(stage: Stage) -> dict[str, Any]:
+    print("READY", flush=True)
+    sys.stdin.readline()
+    return {}
+
+
 def figures(stage: Stage) -> dict[str, Any]:
     """What vLLM's metrics say about ours, and whether our books are in order."""
     stage.manager.wait(30)
@@ -290,8 +298,9 @@ def settle(stage: Stage) -> dict[str, Any]:
 SCENES = {
     scene.__name__: scene
     for scene in (
-        reuse, answer_once, next_turn, shared_prefixes, salted, not_reading, prompt_logprobs, aborted, weights_changed,
-        events, load_fails, slot_changes_under_a_load, crowd, save_until_killed, after_a_kill, figures, settle,
+        reuse, answer_once, wait_for_a_line, next_turn, shared_prefixes, salted, not_reading, prompt_logprobs, aborted,
+        weights_changed, events, load_fails, slot_changes_under_a_load, crowd, save_until_killed, after_a_kill, figures,
+        settle,
     )
 }  # fmt: skip
 

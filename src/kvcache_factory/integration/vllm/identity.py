@@ -106,7 +106,9 @@ class Spaces:
         self._known.clear()
 
     def _adapter(self, lora: Any) -> str:
-        files = sorted(path for path in Path(lora.lora_path).iterdir() if path.is_file())
+        from vllm.lora.utils import get_adapter_absolute_path
+
+        files = sorted(path for path in Path(get_adapter_absolute_path(lora.lora_path)).iterdir() if path.is_file())
         stamp = tuple(value for path in files for value in _stamp(path))
         key = (str(lora.lora_path), stamp)
         if key not in self._adapters:

@@ -12,6 +12,7 @@ COUNTERS = {
     "loads_failed": "Requests whose blocks could not be loaded and were computed instead.",
     "prefetches_late": "Requests that stopped waiting for slower tiers.",
     "requests_not_cacheable": "Requests with embeddings or streamed input, which are not cached.",
+    "errors": "Failures of the connector itself, which were answered without the cache.",
     "preemptions": "Requests that lost their blocks to others and look them up again.",
     "loads_declined": "Requests whose blocks were computed because that is faster.",
 }

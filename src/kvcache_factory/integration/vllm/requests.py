@@ -26,10 +26,12 @@ class TrackedRequest:
         self.local_tokens = 0
         self.loaded_tokens = 0
         self.saved = 0
+        self.refresh: Ticket | None = None
         self.prefetch: Ticket | None = None
-        self.prefetched = False
+        self.looked_at = -1
         self.held_before = 0
         self.awaited_tokens = 0
+        self.prefetched_since = 0.0
         self.waiting_since: float | None = None
         self.load_step = -1
 
@@ -56,7 +58,7 @@ class TrackedRequest:
         """The lease is gone: look again when the request is scheduled again."""
         self.match = None
         self.prefetch = None
-        self.prefetched = False
+        self.looked_at = -1
         self.waiting_since = None
 
 

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import time
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
 from ...block.plan import SavePlan
+from ...engine.io import Ticket
+from ..base import RateLimitedLog
 from .decision import LoadDecision
 from .events import EventLog
 from .geometry import read_geometry
@@ -42,6 +46,7 @@ class SchedulerSide:
         self.spaces.plain  # noqa: B018  opens the manager: what cannot work must fail here
         self.place = announce(self.owner.manager)
         self.stats = ConnectorStats()
+        self._log = RateLimitedLog()
         self.decision = LoadDecision(settings.load_decision, self.geometry.spec.bytes_per_token)
         self.events = self._event_log(vllm_config, kv_cache_config)
         self._planned = (0.0, 0)
@@ -71,66 +76,99 @@ class SchedulerSide:
         if not cacheable(request):
             self.stats.count(requests_not_cacheable=1)
             return
-        tracked = TrackedRequest(request, self.spaces.of(request))
-        if tracked.session is not None:
-            self.owner.know(tracked.session)
-        tracked.grow()
-        self._requests[tracked.id] = tracked
-        if self._may_load(tracked):
-            self._prefetch(tracked)
+        with self._guard("reading a request"):
+            tracked = TrackedRequest(request, self.spaces.of(request))
+            if tracked.session is not None:
+                self.owner.know(tracked.session)
+            tracked.grow()
+            self._requests[tracked.id] = tracked
+            if self._may_load(tracked):
+                tracked.refresh = tracked.space.refresh()
+                self._prefetch(tracked)
 
     def matched_tokens(self, request: Any, computed: int) -> int | None:
         """Tokens beyond the *computed* ones that can be loaded now; None: ask again, they are on their way."""
         tracked = self._requests.get(request.request_id)
         if tracked is None or not self._may_load(tracked):
             return 0
+        found: int | None = 0
+        with self._guard("looking up"):
+            found = self._look_up(tracked, computed)
+        return found
+
+    def _look_up(self, tracked: TrackedRequest, computed: int) -> int | None:
         tracked.grow()
         tracked.local_tokens = computed
-        if not tracked.prefetched:
-            self._prefetch(tracked)
         if self._on_its_way(tracked):
             return None
         self._match(tracked)
         return max(tracked.ready_blocks * tracked.space.block_tokens - computed, 0)
+
+    @contextmanager
+    def _guard(self, what: str) -> Iterator[None]:
+        """A failure of ours costs a computation; the engine must not notice."""
+        try:
+            yield
+        except Exception as error:
+            self.stats.count(errors=1)
+            self._log.warning(what, f"vLLM: {what} failed, going on without the cache: {error}", exc_info=True)
 
     def _may_load(self, tracked: TrackedRequest) -> bool:
         skips = tracked.request.skip_reading_prefix_cache
         return bool(self.loads and not skips and not self.decision.never)
 
     def _prefetch(self, tracked: TrackedRequest) -> None:
-        """Begin to bring what slower tiers hold beyond the first, if that is worth it."""
-        tracked.prefetched = True
+        """Begin to bring what slower tiers hold, if there is more than at the last look and it pays."""
+        known = tracked.space.peek(tracked.chain)
+        if known <= tracked.looked_at:
+            return
+        tracked.looked_at = known
         tracked.held_before = tracked.space.held_in_memory(tracked.chain)
-        deeper = (tracked.space.peek(tracked.chain) - tracked.held_before) * tracked.space.block_tokens
-        if deeper and not self.decision.worth_it(deeper):
+        deeper = (known - tracked.held_before) * tracked.space.block_tokens
+        if deeper <= 0:
+            return
+        if not self.decision.worth_it(deeper):
             self.stats.count(loads_declined=1)
             return
         tracked.prefetch = tracked.space.prefetch(tracked.chain)
-        tracked.waiting_since = time.monotonic()
         if tracked.prefetch is not None:
+            tracked.prefetched_since = time.monotonic()
             tracked.awaited_tokens = deeper
             self.decision.begun(deeper)
 
     def _on_its_way(self, tracked: TrackedRequest) -> bool:
-        ticket, since = tracked.prefetch, tracked.waiting_since
-        if ticket is None or since is None:
-            return False
-        left = since + self.settings.max_wait_s - time.monotonic()
-        # With other requests at work the engine has better to do than to wait; without, asking would only burn a core.
-        done = ticket.wait(max(min(self.settings.ask_again_s, left), 0)) if self._idle else ticket.done
-        if not done and left > 0:
-            return True
-        self.stats.count(prefetches_late=int(not done))
-        self._arrived(tracked, time.monotonic() - since if done else 0.0)
+        """Whether the request should wait: for what others have stored to be known, or for blocks to be here."""
+        if tracked.waiting_since is None:
+            tracked.waiting_since = time.monotonic()
+        if tracked.refresh is not None:
+            if self._still_waiting(tracked, tracked.refresh):
+                return True
+            tracked.refresh = None
+        if tracked.prefetch is None:
+            self._prefetch(tracked)
+        if tracked.prefetch is not None:
+            if self._still_waiting(tracked, tracked.prefetch):
+                return True
+            self.stats.count(prefetches_late=int(not tracked.prefetch.done))
+            self._arrived(tracked)
+        tracked.waiting_since = None
         return False
 
-    def _arrived(self, tracked: TrackedRequest, seconds: float) -> None:
+    def _still_waiting(self, tracked: TrackedRequest, ticket: Ticket) -> bool:
+        assert tracked.waiting_since is not None
+        left = tracked.waiting_since + self.settings.max_wait_s - time.monotonic()
+        # With other requests at work the engine has better to do than to wait; without, asking would only burn a core.
+        done = ticket.wait(max(min(self.settings.ask_again_s, left), 0)) if self._idle else ticket.done
+        return not done and left > 0
+
+    def _arrived(self, tracked: TrackedRequest) -> None:
         """Nothing is awaited any more; learn from how long it took."""
-        if tracked.prefetch is not None:
+        ticket, tracked.prefetch = tracked.prefetch, None
+        if ticket is not None:
             held = tracked.space.held_in_memory(tracked.chain)
             brought = (held - tracked.held_before) * tracked.space.block_tokens
+            seconds = time.monotonic() - tracked.prefetched_since if ticket.done else 0.0
             self.decision.ended(tracked.awaited_tokens, brought, seconds)
-            tracked.prefetch = None
 
     def _match(self, tracked: TrackedRequest) -> None:
         limit = tracked.request.num_tokens - 1  # one token must be left to compute
@@ -148,6 +186,15 @@ class SchedulerSide:
         tracked = self._requests.get(request.request_id)
         if not tokens or tracked is None:
             return
+        planned = False
+        with self._guard("planning a load"):
+            self._plan_load(tracked, block_ids, tokens)
+            planned = True
+        if not planned:
+            engine = self.geometry.engine_tokens
+            self._lost += block_ids[tracked.local_tokens // engine : (tracked.local_tokens + tokens) // engine]
+
+    def _plan_load(self, tracked: TrackedRequest, block_ids: list[int], tokens: int) -> None:
         size, engine = tracked.space.block_tokens, self.geometry.engine_tokens
         total = tracked.local_tokens + tokens
         first, local = tracked.local_tokens // size, tracked.local_tokens // engine
@@ -157,9 +204,9 @@ class SchedulerSide:
         ids = np.array(block_ids[: total // engine], np.int64)
         ids[:local] = NULL_BLOCK
         by_block = ids.reshape(-1, self.geometry.parts)
-        for tag, rows in plan.by_layout(first):
-            self._loads.append(Load(tracked.id, tag, plan.rows[rows], by_block[rows]))
+        loads = [Load(tracked.id, tag, plan.rows[rows], by_block[rows]) for tag, rows in plan.by_layout(first)]
         lost = by_block[max(len(plan.rows), first) :].reshape(-1)
+        self._loads += loads
         self._lost += [block for block in lost.tolist() if block != NULL_BLOCK]
         tracked.saved = max(tracked.saved, len(plan.rows))
         tracked.loaded_tokens = tokens
@@ -179,7 +226,8 @@ class SchedulerSide:
             for request_id, scheduled in output.num_scheduled_tokens.items():
                 tracked = self._requests.get(request_id)
                 if tracked is not None:
-                    self._plan_save(plan, tracked, scheduled, output.kv_connector_block_state)
+                    with self._guard("planning a save"):
+                        self._plan_save(plan, tracked, scheduled, output.kv_connector_block_state)
         self._loads, self._lost = [], []
         self._step += 1
         self._idle = not output.num_scheduled_tokens
@@ -224,7 +272,8 @@ class SchedulerSide:
         self._reported = max(self._reported, report.step)
         self._failures = max(self._failures, report.failures)
         for request_id in report.failed_loads:
-            self._drop(request_id)
+            with self._guard("dropping what could not be loaded"):
+                self._drop(request_id)
         for number, filled in report.filled.items():
             request_id, plan = self._pending.pop(number, ("", None))
             if plan is None:
@@ -275,7 +324,7 @@ class SchedulerSide:
 
     def _let_go(self, tracked: TrackedRequest, output_tokens: int) -> None:
         """Give the lease back, after the step that uses its slots."""
-        self._arrived(tracked, 0.0)
+        self._arrived(tracked)
         if tracked.load_step > self._reported:
             self._ended.append((tracked.load_step, tracked, output_tokens))
         else:
