@@ -72,6 +72,33 @@ def play(
     return results
 
 
+class Waiting:
+    """An engine that has started and waits at the scene ``wait_for_a_line`` until :meth:`go_on`."""
+
+    def __init__(self, *scenes: str, connector: Mapping[str, Any], **engine: Any) -> None:
+        self._process = subprocess.Popen(
+            command(("wait_for_a_line", *scenes), connector, engine, transfer={"kv_role": "kv_consumer"}),
+            env=environment(),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        assert self._process.stdout is not None
+        assert any(line.strip() == "READY" for line in self._process.stdout), "the engine did not start"
+
+    def go_on(self) -> dict[str, Any]:
+        """Let it play the rest, and return what the scenes returned."""
+        printed, _ = self._process.communicate("go on\n", timeout=TIMEOUT_S)
+        results: dict[str, Any] = json.loads(printed.split("RESULT ")[-1].splitlines()[0])
+        return results
+
+    def close(self) -> None:
+        """End the process, whatever it does."""
+        self._process.kill()
+        self._process.communicate()
+
+
 def fails(connector: Mapping[str, Any] | None = None, more: Mapping[str, Any] | None = None, **engine: Any) -> str:
     """What an engine that must not start said."""
     done = subprocess.run(
@@ -94,13 +121,9 @@ def kill_after(line: str, *scenes: str, connector: Mapping[str, Any], **engine: 
         stderr=subprocess.DEVNULL,
         text=True,
     )
-    try:
-        assert process.stdout is not None
-        for printed in process.stdout:
-            if printed.strip() == line:
-                break
-        else:
-            raise AssertionError(f"the engine ended before it said {line!r}")
-    finally:
+    assert process.stdout is not None
+    with process.stdout:
+        said = any(printed.strip() == line for printed in process.stdout)
         process.send_signal(signal.SIGKILL)
         process.wait(60)
+    assert said, f"the engine ended before it said {line!r}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from engines import kill_after, needs_vllm, play
+from engines import Waiting, kill_after, needs_vllm, play
 
 pytestmark = needs_vllm
 
@@ -29,3 +29,20 @@ def test_an_engine_that_is_killed_leaves_only_sound_blocks(tmp_path: Path) -> No
     assert scene["answer"]["ids"] == scene["expected"]
     assert scene["answer"]["cached"][0] >= 64
     assert (played["figures"]["check"], played["figures"]["leases"]) == ([], 0)
+
+
+def test_a_prefill_engine_hands_over_to_a_decode_engine(tmp_path: Path) -> None:
+    """Both run; what the producer saves after the consumer has started is loaded by it, and it saves nothing."""
+    connector = {"disk_path": str(tmp_path / "kv"), "disk_gb": 1}
+    decode = Waiting("answer_once", "figures", connector=connector)
+    try:
+        prefill = play("answer_once", "settle", connector=connector, more={"transfer": {"kv_role": "kv_producer"}})
+        played = decode.go_on()
+    finally:
+        decode.close()
+    scene = played["answer_once"]
+    assert scene["answer"]["cached"] == [640]
+    assert scene["answer"]["ids"] == prefill["answer_once"]["answer"]["ids"] == scene["expected"]
+    assert "vllm:kvcache_factory_blocks_saved" not in {
+        name for name, count in played["figures"]["metrics"].items() if count
+    }
