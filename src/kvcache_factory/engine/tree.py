@@ -86,7 +86,9 @@ class Tree:
         self._free: Rows = np.arange(rows - 1, -1, -1, dtype=np.int32)
         self._num_free = rows
         self._live = 0
-        policy.bind(rows)
+        column = self.keys.view()
+        column.flags.writeable = False
+        policy.bind(rows, column)
 
     @property
     def used(self) -> int:

@@ -17,6 +17,7 @@ import numpy.typing as npt
 from ..errors import CapacityError, ConfigError
 
 Rows = npt.NDArray[np.int32]
+Keys = npt.NDArray[np.uint64]
 Unlink = Callable[[int], int]
 """Takes a row out of the tree; returns its parent if that can leave now, else -1."""
 
@@ -25,11 +26,20 @@ REUSE_HINTS: tuple[str, ...] = get_args(ReuseHint)
 
 
 class RequestHint(msgspec.Struct, frozen=True):
-    """What the caller knows of a request: will its session return, and how long its chain is in blocks."""
+    """What is known of a request, by its caller and by the index."""
 
     reuse: ReuseHint = "unknown"
+    """Whether its session will return."""
     total_blocks: int = 0
+    """Blocks of its chain; 0: not known."""
     first_block: int = 0
+    """Where in the chain the first of the rows or keys that come with this hint lies."""
+    tip: int = -1
+    """Row that the first of the rows hangs from; -1: none."""
+    session: str = ""
+    """Session that it belongs to; empty: none."""
+    output_tokens: int = 0
+    """Tokens that it generated; 0: not known (yet)."""
 
     def __post_init__(self) -> None:
         if self.reuse not in REUSE_HINTS:
@@ -74,8 +84,12 @@ class EvictionPolicy(ABC):
         return f"{type(self).__name__}({', '.join(f'{k}={v!r}' for k, v in self.options().items())})"
 
     @abstractmethod
-    def bind(self, rows: int) -> None:
-        """Allocate what is needed for row numbers 0 to *rows* - 1, forgetting everything."""
+    def bind(self, rows: int, keys: Keys) -> None:
+        """Allocate what is needed for row numbers 0 to *rows* - 1, forgetting everything.
+
+        *keys* ``[rows, 2]`` is the index's column of keys, to be read only: the key of a row is there from before the
+        policy hears of the row until after it has left, so that what left can be remembered by key.
+        """
 
     @abstractmethod
     def on_request(self, now: float, rows: Rows, hit_len: int, hint: RequestHint) -> None:
@@ -93,9 +107,18 @@ class EvictionPolicy(ABC):
     def on_evictable(self, row: int, evictable: bool) -> None:
         """*row* can leave from now on, or cannot any more."""
 
-    def admit(self, count: int, hint: RequestHint) -> int:
-        """How many of *count* new blocks, from the first, are worth evicting others for."""
-        return count
+    def admit(self, now: float, keys: Keys, hint: RequestHint) -> int:
+        """How many of the new blocks of *keys* ``[n, 2]``, from the first, are worth evicting others for."""
+        return len(keys)
+
+    def make_room(self, now: float, keys: Keys, hint: RequestHint, unlink: Unlink) -> tuple[int, list[int]]:
+        """How many of the new blocks of *keys* are admitted, and the victims that leave for them.
+
+        A policy that weighs each new block against the victim that it would replace overrides this; the others say
+        first how many they :meth:`admit`.
+        """
+        admitted = self.admit(now, keys, hint)
+        return admitted, self.victims(admitted, unlink) if admitted else []
 
     @abstractmethod
     def next_victim(self) -> int:

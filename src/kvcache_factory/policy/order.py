@@ -11,7 +11,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from .base import EvictionPolicy, RequestHint, Rows, Unlink
+from .base import EvictionPolicy, Keys, RequestHint, Rows, Unlink
 
 _ROW_BITS = 32
 _ROW_MASK = (1 << _ROW_BITS) - 1
@@ -24,7 +24,7 @@ class StampOrderPolicy(EvictionPolicy):
     and the row is evictable.  Outdated entries are dropped when they surface, and swept when they outnumber the rest.
     """
 
-    def bind(self, rows: int) -> None:
+    def bind(self, rows: int, keys: Keys) -> None:
         self._stamp = np.zeros(rows, np.int64)
         self._evictable = np.zeros(rows, np.bool_)
         self._queued = np.full(rows, -1, np.int64)
