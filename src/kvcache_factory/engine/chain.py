@@ -24,7 +24,7 @@ from ..memory.region import BlockPositions, Region
 from ..policy.base import NO_HINT, RequestHint
 from .fetch import Fetch
 from .flow import Flow, FlowSettings
-from .io import Lane, Ticket
+from .io import IOPool, Lane, Ticket
 from .lasting import LastingTier
 from .lease import LeaseBook
 from .ledger import MANAGER, Event, Ledger
@@ -43,6 +43,8 @@ class TierChain:
         The fastest first, unopened.
     on_error:
         Called with whatever a background job raised.
+    io:
+        Who runs background jobs; by default threads of its own.
     """
 
     def __init__(
@@ -53,11 +55,12 @@ class TierChain:
         ledger: Ledger,
         clock: Callable[[], float],
         on_error: Callable[[Exception], None],
+        io: IOPool | None = None,
     ) -> None:
         assert tiers, "a chain needs a tier"
         self.tiers = list(tiers)
         self.roots = roots
-        self.flow = Flow(self.tiers, settings, self.roots, on_error)
+        self.flow = Flow(self.tiers, settings, self.roots, on_error, io)
         self.ledger = ledger
         self.mover = Mover()
         self.leases = LeaseBook(settings.lease_max_age_s, clock, self._count_expired)
@@ -279,8 +282,12 @@ class TierChain:
         first: int,
         fidelity: Fidelity,
         hint: RequestHint,
+        request_id: str | None = None,
     ) -> int:
-        """Store blocks *first* .. of *chain*, which are at *positions* of the engine's tensors, where missing."""
+        """Store blocks *first* .. of *chain*, which are at *positions* of the engine's tensors, where missing.
+
+        The lease of *request_id*, if it has one, holds them too.
+        """
         tier = self.tiers[0]
         layout = self.mover.layout_code(region.tag)
         reservation = tier.reserve(chain, root, first, len(positions), fidelity, layout, hint)
@@ -303,6 +310,10 @@ class TierChain:
         tip = int(rows[-1])
         tier.index.pin(tip)
         tier.count(Event.STORED, tier.index.commit(rows, hint))
+        if request_id is not None:
+            tier.index.pin(tip)
+            if not self.leases.extend(request_id, tier, tip):
+                tier.index.unpin(tip)
         self.flow.stored(0, tip)
         return len(rows)
 

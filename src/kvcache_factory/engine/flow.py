@@ -53,7 +53,12 @@ class Flow:
     """
 
     def __init__(
-        self, tiers: Sequence[Tier], settings: FlowSettings, roots: Roots, on_error: Callable[[Exception], None]
+        self,
+        tiers: Sequence[Tier],
+        settings: FlowSettings,
+        roots: Roots,
+        on_error: Callable[[Exception], None],
+        io: IOPool | None = None,
     ) -> None:
         self.tiers = tiers
         self.settings = settings
@@ -61,7 +66,7 @@ class Flow:
         self._demoting = [False] * len(tiers)
         self._transit: Transit | None = None
         self._fetchers: dict[int, Fetcher] = {}
-        self.io = IOPool(settings.io_threads, settings.max_pending_jobs, on_error)
+        self.io = io or IOPool(settings.io_threads, settings.max_pending_jobs, on_error)
 
     def open(self, spec: BlockSpec) -> None:
         """Prepare for blocks of *spec*."""
