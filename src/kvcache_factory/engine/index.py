@@ -91,12 +91,13 @@ class Index(Tree):
         """
         end = min(first + count, chain.num_blocks)
         with self._lock:
+            expired = self._evict(self.policy.overdue(self._clock()))
             resident, in_the_way, possible = self._resident_run(chain, root, first, end, fidelity)
             start = max(first, len(resident))
             if len(resident) < first:
-                return Reservation(_NONE, start, 0, reason="parent_absent")
+                return Reservation(_NONE, start, 0, expired, reason="parent_absent")
             if start >= end:
-                return Reservation(_NONE, start, 0)
+                return Reservation(_NONE, start, 0, expired)
             replaced = self._doom(in_the_way) if len(in_the_way) else 0
             tip = int(resident[-1]) if len(resident) else root
             hint = replace(hint, total_blocks=chain.num_blocks, first_block=start, tip=tip)
@@ -107,6 +108,8 @@ class Index(Tree):
                 self._attach(placed, chain, start, tip, _part(fidelity, part), _part(layout, part))
             if not reason and len(placed) < end - start:
                 reason = "key_repeats"
+            if len(expired):
+                evicted = np.concatenate((expired, evicted))
             return Reservation(placed, start, end - start, evicted, replaced, reason)
 
     def commit(self, rows: Rows, hint: RequestHint = NO_HINT) -> int:

@@ -24,6 +24,11 @@ Unlink = Callable[[int], int]
 ReuseHint = Literal["unknown", "returns", "ended", "tool_pending"]
 REUSE_HINTS: tuple[str, ...] = get_args(ReuseHint)
 
+Target = Literal["gpu", "cpu", "disk", "session"]
+Action = Literal["evict", "swap_to_cpu", "swap_to_disk", "compress"]
+TARGETS: tuple[str, ...] = get_args(Target)
+ACTIONS: tuple[str, ...] = get_args(Action)
+
 
 class RequestHint(msgspec.Struct, frozen=True):
     """What is known of a request, by its caller and by the index."""
@@ -40,6 +45,8 @@ class RequestHint(msgspec.Struct, frozen=True):
     """Session that it belongs to; empty: none."""
     output_tokens: int = 0
     """Tokens that it generated; 0: not known (yet)."""
+    importance: Any = None
+    """How important the blocks of its chain are, 0 to 1: one number, or one for each block; None: not known."""
 
     def __post_init__(self) -> None:
         if self.reuse not in REUSE_HINTS:
@@ -47,6 +54,10 @@ class RequestHint(msgspec.Struct, frozen=True):
 
 
 NO_HINT = RequestHint()
+
+
+def _at_once(job: Callable[[], None]) -> None:
+    job()
 
 
 def _is_size(value: object) -> bool:
@@ -63,18 +74,43 @@ class EvictionPolicy(ABC):
     ----------
     max_size_gb:
         Cap in GiB on what the manager keeps; the smaller of this and the backend's size wins.
+    target:
+        Where the policy decides: in levels of the kind ``"gpu"``, ``"cpu"`` or ``"disk"``; None: in all of them.
+        ``"session"``: in all of them, about whole sessions.
+    action:
+        What happens to what it chooses: ``"evict"``: it leaves the level; ``"swap_to_cpu"``, ``"swap_to_disk"``: it is
+        copied there before it leaves; ``"compress"``: a name only so far, refused when a manager is made.
     """
 
     name: ClassVar[str] = ""
+    bytes_per_row: ClassVar[int] = 0
+    """Bytes of books that a row costs beyond the 60 that the index's budget has for a policy."""
 
-    def __init__(self, max_size_gb: float | None = None) -> None:
+    def __init__(
+        self, max_size_gb: float | None = None, *, target: Target | None = None, action: Action = "evict"
+    ) -> None:
         if max_size_gb is not None and not _is_size(max_size_gb):
             raise CapacityError(f"{type(self).__name__}(max_size_gb={max_size_gb!r}): give a size in GiB above 0")
+        if target is not None and target not in TARGETS:
+            raise ConfigError(f"{type(self).__name__}(target={target!r}): use one of {', '.join(TARGETS)}")
+        if action not in ACTIONS:
+            raise ConfigError(f"{type(self).__name__}(action={action!r}): use one of {', '.join(ACTIONS)}")
         self.max_size_gb = max_size_gb
+        self.target: str | None = target
+        self.action: str = action
+        self.defer: Callable[[Callable[[], None]], None] = _at_once
+        """Runs work that can be done without the index's lock; at once, unless a manager has a thread for it."""
 
     def options(self) -> dict[str, Any]:
         """The constructor arguments that make an equal description."""
-        return {} if self.max_size_gb is None else {"max_size_gb": self.max_size_gb}
+        given: dict[str, Any] = {}
+        if self.max_size_gb is not None:
+            given["max_size_gb"] = self.max_size_gb
+        if self.target is not None:
+            given["target"] = self.target
+        if self.action != "evict":
+            given["action"] = self.action
+        return given
 
     def clone(self) -> EvictionPolicy:
         """A fresh, unbound policy of the same description."""
@@ -139,6 +175,14 @@ class EvictionPolicy(ABC):
             if parent >= 0:
                 self.on_evictable(parent, True)
         return leaving
+
+    def swap_victims(self, count: int, unlink: Unlink) -> list[int]:
+        """As :meth:`victims`, for moving rows down ahead of need; more than *count* where rows move together."""
+        return self.victims(count, unlink)
+
+    def overdue(self, now: float) -> int:
+        """How many rows should leave although there is room for them."""
+        return 0
 
     def forget(self, row: int) -> None:
         """*row* was dropped for another reason than this policy's choice, and its number may be used again."""
