@@ -76,7 +76,7 @@ class CostModel(msgspec.Struct, frozen=True):
 
     @classmethod
     def from_file(cls, path: Path) -> CostModel:
-        """Fit to what ``demo --json`` printed: rows with ``prompt_tokens`` and ``ttft_s``, of which the cold ones count."""
+        """Fit to what ``demo --json`` printed: its cold rows, with ``prompt_tokens`` and ``ttft_s``."""
         try:
             rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
             points = [

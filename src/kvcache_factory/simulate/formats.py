@@ -31,8 +31,8 @@ REORDERED = 4096
 class TraceRequest(NamedTuple):
     """One request of a trace.
 
-    *blocks* are identifiers within *scope*; *thread* names the conversation where the trace does, so that what it has in
-    common with its last request is found quickly; *reuse* is what the trace says of the session's future.
+    *blocks* are identifiers within *scope*; *thread* names the conversation where the trace does, so that what it has
+    in common with its last request is found quickly; *reuse* is what the trace says of the session's future.
     """
 
     at_s: float
@@ -44,13 +44,16 @@ class TraceRequest(NamedTuple):
     reuse: str = "unknown"
 
 
-class Options(NamedTuple):
+class Options(msgspec.Struct, frozen=True):
     """How to read what a trace leaves open."""
 
     seed: int = 1
     """For the starts of coding-agent sessions."""
     window_s: float = DAY_S
     """Their starts are drawn uniformly over so many seconds."""
+
+
+DEFAULTS = Options()
 
 
 class MooncakeLine(msgspec.Struct):

@@ -57,7 +57,9 @@ def find_model(name: str) -> Model:
     if path.is_file():
         return _from_config(path)
     near = difflib.get_close_matches(name.lower(), MODELS, 3, 0.4) or sorted(MODELS)
-    raise ConfigError(f"there is no model {name!r}; did you mean {' or '.join(near)}? A directory with config.json works")
+    raise ConfigError(
+        f"there is no model {name!r}; did you mean {' or '.join(near)}? A directory with config.json works"
+    )
 
 
 def _from_config(path: Path) -> Model:

@@ -1,7 +1,7 @@
 """The clairvoyant optimum: what a cache could serve that knew the future, under the same rules.
 
 Belady's rule on a tree: of the leaves that the running request does not use, the one whose next use is farthest leaves
-first, the deepest of equals; a new block whose own next use is not nearer than that is not stored, nor what hangs on it.
+first, the deepest of equals; a new block whose own next use is not nearer is not stored, nor what hangs on it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def _optimum(
     children: Any,
     cached: Any,
 ) -> int:
-    """Hits of the optimum.  *heap* holds the leaves, the highest rank first; *place* is where in it a node is, or -1."""
+    """Hits of the optimum.  *heap* holds the leaves, the highest rank first; *place* is where in it each is, or -1."""
 
     def settle(hole: Any, size: Any) -> None:
         """Let what is at *hole* rise or sink to where it belongs."""

@@ -65,6 +65,9 @@ class Settings(msgspec.Struct, frozen=True):
     demote_to: float = 0.9
 
 
+DEFAULTS = Settings()
+
+
 class Outcome(msgspec.Struct):
     """What came of one replay.
 
@@ -136,7 +139,7 @@ class Replay:
     """One policy on one set of tiers."""
 
     def __init__(
-        self, workload: Workload, policy: EvictionPolicy, sizes: Sequence[Size], settings: Settings = Settings()
+        self, workload: Workload, policy: EvictionPolicy, sizes: Sequence[Size], settings: Settings = DEFAULTS
     ) -> None:
         if not sizes or min(size.blocks for size in sizes) < 1:
             raise CapacityError(f"a tier of less than one block cannot be replayed: {[tuple(size) for size in sizes]}")

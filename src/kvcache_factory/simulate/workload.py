@@ -22,7 +22,7 @@ from ..engine.table import Keys, KeyTable
 from ..errors import TraceError
 from ..jit import kernel
 from ..policy.base import REUSE_HINTS
-from .formats import Format, Ids, Options, TraceRequest, detect
+from .formats import DEFAULTS, Format, Ids, Options, TraceRequest, detect
 from .lines import Faults, Lines
 
 Nodes = npt.NDArray[np.int32]
@@ -225,18 +225,24 @@ def _common(before: Ids, now: Ids) -> int:
 
 
 def read_trace(
-    path: Path, *, options: Options = Options(), strict: bool = False, progress: Progress = lambda done, total: None
+    path: Path,
+    *,
+    options: Options = DEFAULTS,
+    strict: bool = False,
+    block_tokens: int | None = None,
+    progress: Progress = lambda done, total: None,
 ) -> Workload:
     """Read a trace of any known format.
 
     Raises TraceError when the file cannot be read, has no known format, or no request in it; with *strict*, also for
-    the first broken line, which is otherwise passed over and counted in ``faults``.
+    the first broken line, which is otherwise passed over and counted in ``faults``.  *block_tokens* overrides what the
+    format says.
     """
     faults = Faults(strict)
     lines = Lines(path, faults)
     numbered = iter(lines)
     made, first = _detect(numbered, path, faults, options)
-    workload = Workload(path.name, made.block_tokens, faults)
+    workload = Workload(path.name, block_tokens or made.block_tokens, faults)
     try:
         for number, request in enumerate(made.read(_again(first, numbered), lines, faults)):
             workload.add(request)
