@@ -22,6 +22,7 @@ from .engine.io import Ticket
 from .engine.ledger import MANAGER, Event, Ledger
 from .errors import ConfigError, LayoutError
 from .memory.region import BlockPositions, Region
+from .observe.record import Recorder
 from .policy.base import RequestHint, ReuseHint
 from .session import Session, SessionBook, current_session
 
@@ -43,8 +44,21 @@ class Context:
         self.ledger = ledger
         self.sessions = sessions
         self.number = number
+        self.recorder: Recorder | None = None
         self._logged: dict[str, float] = {}
         self._lock = threading.RLock()  # a destructor may fail inside
+
+    def begin_recording(self, block_tokens: int) -> None:
+        """Record requests from now on, if the configuration says so; the file is opened with the first."""
+        with self._lock:
+            if self.config.record is not None and self.recorder is None:
+                self.recorder = Recorder(self.config.record, block_tokens)
+
+    def end_recording(self) -> None:
+        """Write what is left, and close the file; idempotent."""
+        if self.recorder is not None:
+            with self.guarded("record"):
+                self.recorder.close()
 
     @contextmanager
     def guarded(self, verb: str) -> Iterator[None]:
@@ -124,6 +138,10 @@ class KeySpace:
                 self._require(chain)
                 match = context.chain.match(chain, self.root, request_id, limit, Fidelity.EXACT, hint)
         self._charge(session, chain, match.blocks, used=True)
+        if context.recorder is not None:
+            with context.guarded("record"):
+                owner = session if session is not None else current_session(context.number)
+                context.recorder.asked(request_id, chain.keys, chain.num_tokens, owner, reuse_hint)
         return match
 
     def load(self, match: Match, region: Region, positions: BlockPositions) -> int:
@@ -173,6 +191,9 @@ class KeySpace:
         released = False
         with self._context.guarded("release"):
             released = self._context.chain.release(request_id, output_tokens)
+        if self._context.recorder is not None:
+            with self._context.guarded("record"):
+                self._context.recorder.ended(request_id, output_tokens)
         return released
 
     def prefetch(self, chain: KeyChain) -> Ticket | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import weakref
 from typing import Any
 
@@ -53,6 +54,9 @@ class CacheManager:
         Seconds after which a request that never ended loses its hold on blocks.
     io_threads:
         Threads that copy between tiers; 0: four where one is a disk, else one.
+    record:
+        File to which each request is appended, for ``kvcache-factory replay``: no tokens, and keys under a salt that is
+        not kept.
     """
 
     def __init__(
@@ -67,6 +71,7 @@ class CacheManager:
         key_builder: str = "ROLLING_HASH",
         lease_max_age_s: float = 600.0,
         io_threads: int = 0,
+        record: str | os.PathLike[str] | None = None,
     ) -> None:
         backend = backend if backend is not None else CPUBackend()
         policy = eviction_policy if eviction_policy is not None else LRUEvictionPolicy()
@@ -86,6 +91,7 @@ class CacheManager:
             key_builder=key_builder,
             lease_max_age_s=lease_max_age_s,
             io_threads=io_threads,
+            record=os.fspath(record) if isinstance(record, os.PathLike) else record,
         )
         self._number = next(_NUMBERS)
         self._sessions = SessionBook()
@@ -95,7 +101,7 @@ class CacheManager:
         self._chain = build_chain(self.config, policy, self._ledger, failures)
         self._context = Context(self.config, self._chain, self._ledger, self._sessions, self._number)
         failures.context = self._context
-        self._finalizer = weakref.finalize(self, TierChain.close, self._chain)
+        self._finalizer = weakref.finalize(self, _close, self._chain, self._context)
 
     # -- configuration ------------------------------------------------------------------------------------------------
 
@@ -116,6 +122,7 @@ class CacheManager:
             key_builder=config.key_builder,
             lease_max_age_s=config.lease_max_age_s,
             io_threads=config.io_threads,
+            record=config.record,
         )
 
     def __repr__(self) -> str:
@@ -135,6 +142,7 @@ class CacheManager:
                 f"{spec.block_tokens} tokens of {spec.dtype.value}; make both from the same model"
             )
         self._chain.open(spec)
+        self._context.begin_recording(spec.block_tokens)
         with self._context.guarded("note"):
             leave_notes(self.config.backend, identity)
         warm_up_in_background()
@@ -230,6 +238,11 @@ class CacheManager:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _close(chain: TierChain, context: Context) -> None:
+    chain.close()
+    context.end_recording()
 
 
 class _Failures:

@@ -1,4 +1,4 @@
-"""Records which blocks requests ask for, so that the simulator can replay them: no tokens, and no key that means anything.
+"""Records which blocks requests ask for, so that the simulator can replay them: no tokens, no keys.
 
 A block is named by a hash of its key under a random salt that is never written down and is another in every run.
 """
