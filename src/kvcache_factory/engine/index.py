@@ -227,7 +227,7 @@ class Index(Tree):
     def select_victims(self, count: int) -> Rows:
         """Pin up to *count* rows that the policy would let leave first; :meth:`remove_selected` ends that."""
         with self._lock:
-            rows = np.array(self.policy.victims(count, self._unlink), np.int32)
+            rows = np.array(self.policy.victims(count, self._unlinker), np.int32)
             for row in rows.tolist():
                 self._pins_at[row] += 1
                 parent = self._parent_at[row]
@@ -314,7 +314,7 @@ class Index(Tree):
             if tip >= 0:
                 self._pin(tip)
             hint = replace(hint, first_block=hint.first_block + free)
-            admitted, leaving = self.policy.make_room(self._clock(), keys[free:], hint, self._unlink)
+            admitted, leaving = self.policy.make_room(self._clock(), keys[free:], hint, self._unlinker)
             evicted = self._let_go(leaving)
             if admitted < count - free:
                 count, reason = free + admitted, "not_admitted"

@@ -86,10 +86,17 @@ class StampOrderPolicy(EvictionPolicy):
     def victims(self, count: int, unlink: Unlink) -> list[int]:
         leaving: list[int] = []
         stamps = self._stamp_at
+        run = getattr(unlink, "run", None)  # what an index passes can take a run out in one step
         while len(leaving) < count:
             row = self.next_victim()
             if row < 0:
                 break
+            if run is not None:
+                rows, parent = run(row, self._stamp, count - len(leaving))
+                leaving += rows
+                if parent >= 0:
+                    self.on_evictable(parent, True)
+                continue
             leaving.append(row)
             parent = unlink(row)
             # What was stamped together with the oldest row is next in any case: no detour through the queue.
