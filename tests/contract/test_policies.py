@@ -4,6 +4,7 @@ from typing import Any
 
 from kvcache_factory.policy.arc import ARCEvictionPolicy, MQEvictionPolicy
 from kvcache_factory.policy.base import EvictionPolicy
+from kvcache_factory.policy.gre import GREEvictionPolicy
 from kvcache_factory.policy.order import FIFOEvictionPolicy, LFUEvictionPolicy, LRUEvictionPolicy, TTLEvictionPolicy
 from kvcache_factory.policy.s3fifo import S3FIFOEvictionPolicy, SIEVEEvictionPolicy
 from kvcache_factory.policy.scored import GDSFEvictionPolicy, HeuristicEvictionPolicy
@@ -79,6 +80,13 @@ class TestMQOfShortLives(PolicyTests):
 
     def make_policy(self, **options: Any) -> EvictionPolicy:
         return MQEvictionPolicy(lifetime=0.5, **options)
+
+
+class TestGRE(PolicyTests):
+    """By Gittins index."""
+
+    def make_policy(self, **options: Any) -> EvictionPolicy:
+        return GREEvictionPolicy(**options)
 
 
 class TestGDSF(PolicyTests):

@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..jit import kernel
-from ..policy.base import EvictionPolicy
+from ..policy.base import EvictionPolicy, TreeColumns
 from .table import Keys, KeyTable, Rows
 
 FREE, PENDING, READY, DOOMED = 0, 1, 2, 3
@@ -56,6 +56,8 @@ class Unlinker:
 
     def __init__(self, tree: Tree) -> None:
         self._tree = tree
+        self.columns = TreeColumns(tree.parent, tree.children, tree.pins, tree.state)
+        """For a policy's own compiled loop."""
         self._out: Rows = np.empty(64, np.int32)
 
     def __call__(self, row: int) -> int:

@@ -7,9 +7,11 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ..errors import ConfigError
-from .base import Action, Keys, RequestHint, Rows, Target, Unlink
+from .base import NO_TREE, Action, Keys, RequestHint, Rows, Target, TreeColumns, Unlink
 from .ghosts import Ghosts
-from .queues import QueuePolicy
+from .queues import FIRST, SECOND, SIZE, QueuePolicy, descend, leave_arc, leave_lowest, place
+
+_NOBODY = np.empty((0, 1))
 
 
 class ARCEvictionPolicy(QueuePolicy):
@@ -20,72 +22,53 @@ class ARCEvictionPolicy(QueuePolicy):
     """
 
     name: ClassVar[str] = "arc"
+    bytes_per_row: ClassVar[int] = 120
     _ONCE, _MORE = 0, 1
 
     def bind(self, rows: int, keys: Keys) -> None:
         super().bind(rows, keys)
         self._ghosts = (Ghosts(rows, 1), Ghosts(2 * rows, 1))
-        self._left: tuple[list[int], list[int]] = ([], [])
-        self._target = 0.0
-        self._returns_from_more = False
+        self._out_of = np.zeros(rows, np.int32)
+        self._target = np.zeros(1)
+        self._returning = (_NOBODY, _NOBODY)
 
     def on_request(self, now: float, rows: Rows, hit_len: int, hint: RequestHint) -> None:
         self._place(rows[:hit_len], self._MORE)
         new = rows[hit_len:]
-        if not len(new):
-            return
-        keys = self._keys[new]
-        known = (self._ghosts[0].take(keys)[:, 0] >= 0) | (self._ghosts[1].take(keys)[:, 0] >= 0)
-        self._place(new[~known], self._ONCE)
-        self._place(new[known], self._MORE)
-        self._trim()
+        if len(new):
+            keys = self._keys[new]
+            known = (self._ghosts[0].take(keys) >= 0) | (self._ghosts[1].take(keys) >= 0)
+            place(*self._books, new, known[:, 0].astype(np.int32))
+            self._trim()
 
     def restore(self, rows: Rows) -> None:
         self._place(rows, self._ONCE)
 
     def make_room(self, now: float, keys: Keys, hint: RequestHint, unlink: Unlink) -> tuple[int, list[int]]:
-        once, more = (ghosts.peek(keys)[:, 0] >= 0 for ghosts in self._ghosts)
-        leaving: list[int] = []
-        for from_once, from_more in zip(once.tolist(), more.tolist(), strict=True):
-            sizes = [len(ghosts) + len(left) for ghosts, left in zip(self._ghosts, self._left, strict=True)]
-            if from_once:
-                self._target = min(self._target + max(sizes[1] / sizes[0], 1.0), float(self._rows))
-            elif from_more:
-                self._target = max(self._target - max(sizes[0] / sizes[1], 1.0), 0.0)
-            self._returns_from_more = from_more
-            left = super().victims(1, unlink)
-            if not left:
-                break
-            leaving += left
-        self._returns_from_more = False
-        self._bury()
-        return len(keys), leaving
+        self._returning = (self._ghosts[0].peek(keys), self._ghosts[1].peek(keys))
+        try:
+            return len(keys), self.victims(len(keys), unlink)
+        finally:
+            self._returning = (_NOBODY, _NOBODY)
 
-    def victims(self, count: int, unlink: Unlink) -> list[int]:
-        leaving = super().victims(count, unlink)
-        self._bury()
-        return leaving
+    def _leave(self, count: int, tree: TreeColumns) -> int:
+        self._state[FIRST], self._state[SECOND] = (len(ghosts) for ghosts in self._ghosts)
+        books = (*self._books, *self._returning, self._target, self._out, self._out_of)
+        found = int(leave_arc(count, *tree, *books))
+        if tree is NO_TREE:  # one at a time: the next newcomer with the next
+            self._returning = (self._returning[0][1:], self._returning[1][1:])
+        return found
 
-    def _choose(self) -> int:
-        once = self._size[self._ONCE]
-        shrink = once > self._target or (self._returns_from_more and once == self._target)
-        order = (self._ONCE, self._MORE) if once and shrink else (self._MORE, self._ONCE)
-        queue = self._fallback(*order)
-        if queue < 0:
-            return -1
-        row = self._queues[queue].pop()
-        self._left[queue].append(row)
-        return row
-
-    def _bury(self) -> None:
-        for ghosts, left in zip(self._ghosts, self._left, strict=True):
-            if left:
+    def _remember(self, rows: Rows) -> None:
+        out_of = self._out_of[: len(rows)]
+        for queue, ghosts in enumerate(self._ghosts):
+            left = rows[out_of == queue]
+            if len(left):
                 ghosts.add(self._keys[left])
-                left.clear()
         self._trim()
 
     def _trim(self) -> None:
-        once, more = self._size
+        once, more = int(self._state[SIZE]), int(self._state[SIZE + 1])
         self._ghosts[0].trim(self._rows - once)
         self._ghosts[1].trim(2 * self._rows - once - more - len(self._ghosts[0]))
 
@@ -106,7 +89,7 @@ class MQEvictionPolicy(QueuePolicy):
 
     name: ClassVar[str] = "mq"
     num_queues: ClassVar[int] = 8
-    bytes_per_row: ClassVar[int] = 400
+    bytes_per_row: ClassVar[int] = 220
 
     def __init__(
         self,
@@ -133,7 +116,6 @@ class MQEvictionPolicy(QueuePolicy):
         super().bind(rows, keys)
         self._uses = np.zeros(rows, np.int64)
         self._expires = np.zeros(rows, np.int64)
-        self._expires_at = memoryview(self._expires)
         self._ghosts = Ghosts(int(rows * self.ghost_ratio), 1)
         self._life = max(int(rows * self.lifetime), 1)
         self._accesses = 0
@@ -144,31 +126,18 @@ class MQEvictionPolicy(QueuePolicy):
         new = rows[hit_len:]
         if len(new):
             self._uses[new] = np.maximum(self._ghosts.take(self._keys[new])[:, 0], 0) + 1
-        queues = np.minimum(np.log2(self._uses[rows]).astype(np.int64), self.num_queues - 1)
+        queues = np.minimum(np.log2(self._uses[rows]), self.num_queues - 1).astype(np.int32)
         self._expires[rows] = self._accesses + self._life
-        for queue in np.unique(queues).tolist():
-            self._place(rows[queues == queue], queue)
-        self._descend()
+        place(*self._books, rows, queues)
+        descend(*self._books, self._expires, self._accesses, self._life)
 
     def restore(self, rows: Rows) -> None:
         self._uses[rows] = 1
         self._expires[rows] = self._life
         self._place(rows, 0)
 
-    def victims(self, count: int, unlink: Unlink) -> list[int]:
-        leaving = super().victims(count, unlink)
-        if leaving:
-            self._ghosts.add(self._keys[leaving], self._uses[leaving].astype(np.float64)[:, None])
-        return leaving
+    def _leave(self, count: int, tree: TreeColumns) -> int:
+        return int(leave_lowest(count, *tree, *self._books, self._out))
 
-    def _choose(self) -> int:
-        queue = self._fallback(*range(self.num_queues))
-        return self._queues[queue].pop() if queue >= 0 else -1
-
-    def _descend(self) -> None:
-        for queue in range(1, self.num_queues):
-            rows = self._queues[queue]
-            while len(rows) and self._expires_at[rows.first()] < self._accesses:
-                row = rows.pop()
-                self._expires_at[row] = self._accesses + self._life
-                self._requeue(row, queue - 1)
+    def _remember(self, rows: Rows) -> None:
+        self._ghosts.add(self._keys[rows], self._uses[rows].astype(np.float64)[:, None])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
 import msgspec
 import numpy as np
@@ -19,7 +19,33 @@ from ..errors import CapacityError, ConfigError
 Rows = npt.NDArray[np.int32]
 Keys = npt.NDArray[np.uint64]
 Unlink = Callable[[int], int]
-"""Takes a row out of the tree; returns its parent if that can leave now, else -1."""
+"""Takes a row out of the tree; returns its parent if that can leave now, else -1.
+
+That of an index has an attribute ``columns``, a :class:`TreeColumns`, so that a compiled loop can do the same itself.
+"""
+
+
+class TreeColumns(NamedTuple):
+    """The index's columns about rows, for loops that take rows out of the tree by themselves.
+
+    Taking out a leaf lowers ``children`` of its parent, if it has one (not below 0) by one.  A row can leave when its
+    state is 2, and it has no children and no pins.
+    """
+
+    parent: Rows
+    children: Rows
+    pins: Rows
+    state: npt.NDArray[np.uint8]
+
+
+NO_TREE = TreeColumns(*(np.empty(0, np.int32) for _ in range(3)), np.empty(0, np.uint8))
+
+
+def columns_of(unlink: Unlink) -> TreeColumns | None:
+    """The columns that *unlink* works on, where it has them."""
+    columns: TreeColumns | None = getattr(unlink, "columns", None)
+    return columns
+
 
 ReuseHint = Literal["unknown", "returns", "ended", "tool_pending"]
 REUSE_HINTS: tuple[str, ...] = get_args(ReuseHint)
@@ -56,8 +82,9 @@ class RequestHint(msgspec.Struct, frozen=True):
 NO_HINT = RequestHint()
 
 
-def _at_once(job: Callable[[], None]) -> None:
+def _at_once(job: Callable[[], None]) -> bool:
     job()
+    return True
 
 
 def _is_size(value: object) -> bool:
@@ -98,8 +125,8 @@ class EvictionPolicy(ABC):
         self.max_size_gb = max_size_gb
         self.target: str | None = target
         self.action: str = action
-        self.defer: Callable[[Callable[[], None]], None] = _at_once
-        """Runs work that can be done without the index's lock; at once, unless a manager has a thread for it."""
+        self.defer: Callable[[Callable[[], None]], bool] = _at_once
+        """Does work that needs no lock of the index: at once, or in a thread of the manager's; False: not at all."""
 
     def options(self) -> dict[str, Any]:
         """The constructor arguments that make an equal description."""

@@ -5,15 +5,11 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 import numpy as np
-import numpy.typing as npt
 
 from ..errors import ConfigError
-from .base import NO_HINT, Action, Keys, RequestHint, Rows, Target, Unlink
+from .base import NO_HINT, Action, Keys, RequestHint, Rows, Target, TreeColumns
 from .ghosts import Ghosts
-from .queues import QueuePolicy
-
-_PLACE_BITS = 32
-_PLACE = (1 << _PLACE_BITS) - 1
+from .queues import FIRST, SIZE, QueuePolicy, leave_s3fifo, leave_sieve, place, set_evictable_sieve
 
 
 class S3FIFOEvictionPolicy(QueuePolicy):
@@ -33,6 +29,7 @@ class S3FIFOEvictionPolicy(QueuePolicy):
     """
 
     name: ClassVar[str] = "s3fifo"
+    bytes_per_row: ClassVar[int] = 32
     _SMALL, _MAIN = 0, 1
 
     def __init__(
@@ -66,53 +63,38 @@ class S3FIFOEvictionPolicy(QueuePolicy):
         self._uses = np.zeros(rows, np.uint8)
         self._small_rows = max(int(rows * self.small_ratio), 1)
         self._ghosts = Ghosts(int(rows * self.ghost_ratio), 1)
-        self._left_small: list[int] = []
+        self._out_of = np.zeros(rows, np.int32)
         self._has_evicted = False
 
     def on_request(self, now: float, rows: Rows, hit_len: int, hint: RequestHint) -> None:
-        hits, new = rows[:hit_len], rows[hit_len:]
-        self._uses[hits] = np.minimum(self._uses[hits], 2) + 1
-        if not len(new):
-            return
+        if hit_len:
+            hits = rows[:hit_len]
+            self._uses[hits] = np.minimum(self._uses[hits], 2) + 1
+        if hit_len < len(rows):
+            self._enter(rows[hit_len:])
+
+    def _enter(self, new: Rows) -> None:
         self._uses[new] = 0
-        known = self._ghosts.take(self._keys[new])[:, 0] >= 0
-        # A cache that has never been full has no reason to keep newcomers apart.
-        fresh = new[~known]
-        room = len(fresh) if self._has_evicted else max(self._small_rows - self._size[self._SMALL], 0)
-        self._place(fresh[:room], self._SMALL)
-        self._place(fresh[room:], self._MAIN)
-        self._place(new[known], self._MAIN)
+        queues = (self._ghosts.take(self._keys[new])[:, 0] >= 0).astype(np.int32)
+        if not self._has_evicted:
+            # A cache that has never been full has no reason to keep newcomers apart.
+            room = max(self._small_rows - int(self._state[SIZE + self._SMALL]), 0)
+            queues[room:] = self._MAIN
+        place(*self._books, new, queues)
 
     def restore(self, rows: Rows) -> None:
         self._uses[rows] = 0
         self._place(rows, self._MAIN)
 
-    def victims(self, count: int, unlink: Unlink) -> list[int]:
-        leaving = super().victims(count, unlink)
-        self._has_evicted |= bool(leaving)
-        if self._left_small:
-            self._ghosts.add(self._keys[self._left_small])
-            self._left_small = []
-        return leaving
+    def _leave(self, count: int, tree: TreeColumns) -> int:
+        self._has_evicted = True
+        books = (*self._books, self._uses, self.threshold, self._rows - self._small_rows, self._out, self._out_of)
+        return int(leave_s3fifo(count, *tree, *books))
 
-    def _choose(self) -> int:
-        while True:
-            full = self._size[self._MAIN] > self._rows - self._small_rows
-            queue = self._fallback(*((self._MAIN, self._SMALL) if full else (self._SMALL, self._MAIN)))
-            if queue < 0:
-                return -1
-            row = self._queues[queue].pop()
-            uses = int(self._uses[row])
-            if queue == self._SMALL:
-                if uses < self.threshold:
-                    self._left_small.append(row)
-                    return row
-                self._uses[row] = 0
-            elif not uses:
-                return row
-            else:
-                self._uses[row] = uses - 1
-            self._requeue(row, self._MAIN)
+    def _remember(self, rows: Rows) -> None:
+        small = rows[self._out_of[: len(rows)] == self._SMALL]
+        if len(small):
+            self._ghosts.add(self._keys[small])
 
 
 class SIEVEEvictionPolicy(QueuePolicy):
@@ -129,37 +111,20 @@ class SIEVEEvictionPolicy(QueuePolicy):
     def bind(self, rows: int, keys: Keys) -> None:
         super().bind(rows, keys)
         self._visited = np.zeros(rows, np.bool_)
-        self._round, self._hand = 0, 0
 
     def on_request(self, now: float, rows: Rows, hit_len: int, hint: RequestHint) -> None:
+        new = rows[hit_len:]
         self._visited[rows[:hit_len]] = True
-        self._visited[rows[hit_len:]] = False
-        self._place(rows[hit_len:], 0)
+        if len(new):
+            self._visited[new] = False
+            self._place(new, 0)
+            self._stamp[new] |= int(self._state[FIRST]) << 32  # newcomers end the hand's round
 
     def restore(self, rows: Rows) -> None:
         self.on_request(0.0, rows, 0, NO_HINT)
 
     def on_evictable(self, row: int, evictable: bool) -> None:
-        if evictable and not self._evictable_at[row]:
-            # The hand may have passed by while the row was parked.
-            self._stamp_at[row] = self._stamp_after(self._hand, self._stamp_at[row] & _PLACE)
-        super().on_evictable(row, evictable)
+        set_evictable_sieve(*self._books, row, evictable)
 
-    def _stamp_after(self, hand: int, place: int) -> int:
-        return (self._round + (place < hand)) << _PLACE_BITS | place
-
-    def _new_stamps(self, count: int) -> npt.NDArray[np.int64]:
-        return super()._new_stamps(count) | self._round << _PLACE_BITS
-
-    def _choose(self) -> int:
-        queue = self._queues[0]
-        while True:
-            row = queue.pop()
-            if row < 0:
-                return row
-            self._round, self._hand = divmod(self._stamp_at[row], 1 << _PLACE_BITS)
-            if not self._visited[row]:
-                return row
-            self._visited[row] = False
-            self._stamp_at[row] = self._stamp_after(self._hand + 1, self._hand)
-            queue.push(row, self._stamp_at[row])
+    def _leave(self, count: int, tree: TreeColumns) -> int:
+        return int(leave_sieve(count, *tree, *self._books, self._visited, self._out))
