@@ -57,14 +57,18 @@ class Lines:
     @property
     def position(self) -> int:
         """Bytes of the file that were read."""
-        return self.size if self._raw.closed else self._raw.tell()
+        return self._raw.tell()
 
     def __iter__(self) -> Iterator[tuple[int, bytes]]:
         number = 0
-        with self._raw:
-            try:
-                for number, line in enumerate(self._file, 1):
-                    if line.strip():
-                        yield number, line
-            except (OSError, EOFError, zlib.error) as error:
-                self._faults.note(self.path, number + 1, f"the file ends here: {error}")
+        try:
+            for number, line in enumerate(self._file, 1):
+                if line.strip():
+                    yield number, line
+        except (OSError, EOFError, zlib.error) as error:
+            self._faults.note(self.path, number + 1, f"the file ends here: {error}")
+
+    def close(self) -> None:
+        """Close the file; idempotent."""
+        self._file.close()
+        self._raw.close()

@@ -11,6 +11,8 @@ import tempfile
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from contextlib import closing
+from itertools import chain
 from pathlib import Path
 from typing import IO, Any
 
@@ -65,14 +67,14 @@ class Nodebook:
         """How many blocks lie before each."""
         return self._depths[: self.count]
 
-    def number(self, chain: Ids, scope: int, known: Nodes) -> Nodes:
-        """Numbers of the blocks of *chain*, of which the leading ones have the *known* numbers."""
+    def number(self, blocks: Ids, scope: int, known: Nodes) -> Nodes:
+        """Numbers of *blocks*, a chain, of which the leading ones have the *known* numbers."""
         first = len(known)
-        if first == len(chain):
+        if first == len(blocks):
             return known
         key = self._keys[known[-1]].tobytes() if first else xxhash.xxh3_128_digest(b"scope %d" % scope)
         fresh = bytearray()
-        for identifier in chain[first:]:
+        for identifier in blocks[first:]:
             key = xxhash.xxh3_128_digest(key + identifier.tobytes())
             fresh += key
         keys = np.frombuffer(fresh, np.uint64).reshape(-1, 2)
@@ -239,19 +241,19 @@ def read_trace(
     format says.
     """
     faults = Faults(strict)
-    lines = Lines(path, faults)
-    numbered = iter(lines)
-    made, first = _detect(numbered, path, faults, options)
-    workload = Workload(path.name, block_tokens or made.block_tokens, faults)
-    try:
-        for number, request in enumerate(made.read(_again(first, numbered), lines, faults)):
-            workload.add(request)
-            if number % 256 == 0:
-                progress(lines.position, lines.size)
-        return workload.finish()
-    except BaseException:
-        workload.close()
-        raise
+    with closing(Lines(path, faults)) as lines:
+        numbered = iter(lines)
+        made, first = _detect(numbered, path, faults, options)
+        workload = Workload(path.name, block_tokens or made.block_tokens, faults)
+        try:
+            for number, request in enumerate(made.read(chain([first], numbered), lines, faults)):
+                workload.add(request)
+                if number % 256 == 0:
+                    progress(lines.position, lines.size)
+            return workload.finish()
+        except BaseException:
+            workload.close()
+            raise
 
 
 def _detect(
@@ -268,8 +270,3 @@ def _detect(
             f"CacheManager(record=...)): {faults.shown[0]}"
         )
     raise TraceError(f"the trace {path} is empty")
-
-
-def _again(first: tuple[int, bytes], rest: Iterator[tuple[int, bytes]]) -> Iterator[tuple[int, bytes]]:
-    yield first
-    yield from rest
