@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -13,9 +12,8 @@ from .base import NO_TREE, Action, EvictionPolicy, Keys, RequestHint, Rows, Targ
 from .ghosts import Ghosts
 from .hazard import BUCKETS, CLASSES, NUMBER, index_table
 from .spells import (
-    CLASS,
     COLUMNS,
-    DEPTH,
+    EDGES,
     GAP,
     GHOST_COLUMNS,
     LAST,
@@ -23,6 +21,7 @@ from .spells import (
     OPEN,
     RANDOM,
     REFUSED,
+    SPELLS,
     bid,
     finish,
     leave,
@@ -55,7 +54,7 @@ class GREEvictionPolicy(EvictionPolicy):
     """
 
     name: ClassVar[str] = "gre"
-    bytes_per_row: ClassVar[int] = 384
+    bytes_per_row: ClassVar[int] = 400
 
     def __init__(
         self,
@@ -78,11 +77,12 @@ class GREEvictionPolicy(EvictionPolicy):
     def bind(self, rows: int, keys: Keys) -> None:
         self._keys = keys
         self._book = np.zeros((rows, COLUMNS))
+        self._worth = np.full((rows, 3), -1.0)
         self._ghosts = Ghosts(int(rows * self.ghost_ratio), GHOST_COLUMNS)
         self._ring = np.zeros((RING, 5))
         self._ring[:, NUMBER] = -1
         # A flat table: before anything is learned, ties let the least recently used leave.
-        self._table = np.full((CLASSES, BUCKETS), 1e-6)
+        self._table = (np.full((CLASSES, BUCKETS), 1e-6), 0.0)
         self._leaves = np.zeros(rows, np.int32)
         self._position = np.full(rows, -1, np.int32)
         self._state = np.zeros(4, np.int64)
@@ -105,15 +105,11 @@ class GREEvictionPolicy(EvictionPolicy):
                 self._rebuild()
         new = rows[hit_len:]
         past = self._ghosts.take(self._keys[new]) if len(new) else _NO_PAST
-        self._touch(rows, hit_len, hint, past, self._book)
-
-    def _touch(self, rows: Rows, hits: int, hint: RequestHint, past: Any, book: Any) -> None:
-        total = max(hint.total_blocks, hint.first_block + len(rows))
-        known = (_HINTS[hint.reuse], _output_class(hint.output_tokens))
-        touch(rows, hits, self._now, hint.first_block, total, *known, past, book, self._ring, self._state)
+        place = (hint.first_block, max(hint.total_blocks, hint.first_block + len(rows)))
+        touch(rows, hit_len, now, *place, *_known(hint), past, self._book, self._worth, self._ring, self._state)
 
     def on_finish(self, rows: Rows, output_tokens: int) -> None:
-        finish(rows, _output_class(output_tokens), self._book, self._ring)
+        finish(rows, _output_class(output_tokens), self._book, self._worth, self._ring)
 
     def on_evictable(self, row: int, evictable: bool) -> None:
         at = self._position_at[row]
@@ -133,10 +129,9 @@ class GREEvictionPolicy(EvictionPolicy):
         state[LEAVES] = count - 1
 
     def restore(self, rows: Rows) -> None:
-        columns: Sequence[tuple[int, float]] = ((GAP, -1.0), (OPEN, -1.0), (CLASS, 0.0), (DEPTH, 0.0))
+        self._worth[rows] = -1.0
         self._book[rows] = 0.0
-        for column, value in columns:
-            self._book[rows, column] = value
+        self._book[np.ix_(rows, (GAP, OPEN))] = -1.0
         self._book[rows, LAST] = self._now - len(rows) + np.arange(len(rows))
 
     # -- who leaves ---------------------------------------------------------------------------------------------------
@@ -144,25 +139,19 @@ class GREEvictionPolicy(EvictionPolicy):
     def make_room(self, now: float, keys: Keys, hint: RequestHint, unlink: Unlink) -> tuple[int, list[int]]:
         self._now = max(now, self._now)
         bids = np.empty(len(keys))
-        total = max(hint.total_blocks, hint.first_block + len(keys))
-        known = (_HINTS[hint.reuse], _output_class(hint.output_tokens))
-        bid(now, hint.first_block, total, *known, self._ghosts.peek(keys), self._table, bids)
+        place = (hint.first_block, max(hint.total_blocks, hint.first_block + len(keys)))
+        past = self._ghosts.peek(keys)
+        bid(now, *place, *_known(hint), past, self._table[0], bids)
         leaving = self._leave(len(keys), bids, unlink)
         admitted = len(leaving) if self._state_at[REFUSED] else len(keys)
-        if admitted < len(keys):
-            self._remember_refused(keys[admitted:], hint, hint.first_block + admitted, total)
+        if admitted < len(keys) and self._ghosts.capacity:
+            # What is not stored was asked for all the same: how long until it is again is worth knowing.
+            refused = np.arange(len(keys) - admitted, dtype=np.int32)
+            book, worth = np.empty((len(refused), COLUMNS)), np.empty((len(refused), 3))
+            known = (place[0] + admitted, place[1], *_known(hint), past[admitted:])
+            touch(refused, 0, now, *known, book, worth, self._ring, self._state)
+            self._ghosts.add(keys[admitted:], book[:, :GHOST_COLUMNS])
         return admitted, leaving
-
-    def _remember_refused(self, keys: Keys, hint: RequestHint, first: int, total: int) -> None:
-        """What is not stored was asked for all the same: how long until it is again is worth knowing."""
-        from msgspec.structs import replace
-
-        if not self._ghosts.capacity:
-            return
-        book = np.zeros((len(keys), COLUMNS))
-        place = replace(hint, first_block=first, total_blocks=total)
-        self._touch(np.arange(len(keys), dtype=np.int32), 0, place, self._ghosts.take(keys), book)
-        self._ghosts.add(keys, book[:, :GHOST_COLUMNS])
 
     def victims(self, count: int, unlink: Unlink) -> list[int]:
         return self._leave(count, _NO_BIDS, unlink)
@@ -171,15 +160,19 @@ class GREEvictionPolicy(EvictionPolicy):
         return int(self._picked[0]) if self._pick(1, _NO_BIDS, NO_TREE) else -1
 
     def _pick(self, want: int, bids: npt.NDArray[np.float64], tree: TreeColumns) -> int:
-        books = (self._table, self._book, self._leaves, self._position, self._state, self._picked)
-        return int(leave(self._now, want, bids, *tree, *books))
+        table, epoch = self._table
+        books = (self._book, self._worth, self._leaves, self._position, self._state, self._picked)
+        return int(leave(self._now, want, bids, *tree, table, epoch, EDGES, *books))
 
     def _leave(self, count: int, bids: npt.NDArray[np.float64], unlink: Unlink) -> list[int]:
         tree = columns_of(unlink)
         leaving: list[int] = []
         if tree is not None:
-            leaving = self._picked[: self._pick(count, bids, tree)].tolist()
-        while tree is None and len(leaving) < count and self._pick(1, bids[len(leaving) :], NO_TREE):
+            left = self._picked[: self._pick(count, bids, tree)]
+            self._ghosts.add(self._keys[left], self._book[left, :GHOST_COLUMNS])
+            victims: list[int] = left.tolist()
+            return victims
+        while len(leaving) < count and self._pick(1, bids[len(leaving) :], NO_TREE):
             leaving.append(int(self._picked[0]))
             parent = unlink(leaving[-1])
             if parent >= 0:
@@ -195,16 +188,21 @@ class GREEvictionPolicy(EvictionPolicy):
         if self._rebuilding or self._now - self._rebuilt_at < REBUILD_AFTER_S:
             return
         self._rebuilding, self._rebuilt_at = True, self._now
-        spells, now = self._ring[: self._state_at[2]].copy(), self._now
+        spells, now, epoch = self._ring[: self._state_at[SPELLS]].copy(), self._now, self._table[1] + 1
 
         def learn() -> None:
             try:
-                self._table = index_table(spells, now)
+                self._table = (index_table(spells, now), epoch)
             finally:
                 self._rebuilding = False
 
         if not self.defer(learn):
             self._rebuilding = False
+
+
+def _known(hint: RequestHint) -> tuple[int, int]:
+    """What a hint says that is part of a class."""
+    return _HINTS[hint.reuse], _output_class(hint.output_tokens) if hint.output_tokens else 0
 
 
 def _output_class(tokens: int) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import heapq
-from abc import abstractmethod
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -21,7 +20,8 @@ class ScoredPolicy(EvictionPolicy):
     """Evicts the evictable row with the smallest score; among equals, the least recently used.
 
     The queue is a heap of (score, stamp, row) with lazy deletion, as in
-    :class:`~kvcache_factory.policy.order.StampOrderPolicy`.  A row is scored anew whenever it becomes evictable.
+    :class:`~kvcache_factory.policy.order.StampOrderPolicy`.  A subclass sets `_score` of rows before it calls
+    :meth:`_touch`.
     """
 
     bytes_per_row: ClassVar[int] = 192
@@ -30,19 +30,17 @@ class ScoredPolicy(EvictionPolicy):
         self._stamp = np.zeros(rows, np.int64)
         self._score = np.zeros(rows)
         self._evictable = np.zeros(rows, np.bool_)
+        self._stamp_at, self._score_at = memoryview(self._stamp), memoryview(self._score)
+        self._evictable_at = memoryview(self._evictable)
         self._heap: list[tuple[float, int, int]] = []
         self._live = 0
         self._sequence = 0
         self._last_tick = float("-inf")
 
-    @abstractmethod
-    def score(self, row: int) -> float:
-        """What *row* is worth now."""
-
     def on_evictable(self, row: int, evictable: bool) -> None:
-        if bool(self._evictable[row]) == evictable:
+        if self._evictable_at[row] == evictable:
             return
-        self._evictable[row] = evictable
+        self._evictable_at[row] = evictable
         self._live += 1 if evictable else -1
         if evictable:
             self._push(row)
@@ -50,8 +48,8 @@ class ScoredPolicy(EvictionPolicy):
     def next_victim(self) -> int:
         while self._heap:
             score, stamp, row = heapq.heappop(self._heap)
-            if self._evictable[row] and self._score[row] == score and self._stamp[row] == stamp:
-                self._evictable[row] = False
+            if self._evictable_at[row] and self._score_at[row] == score and self._stamp_at[row] == stamp:
+                self._evictable_at[row] = False
                 self._live -= 1
                 return row
         return -1
@@ -69,8 +67,7 @@ class ScoredPolicy(EvictionPolicy):
             self._push(row)
 
     def _push(self, row: int) -> None:
-        score = self._score[row] = self.score(row)
-        heapq.heappush(self._heap, (float(score), int(self._stamp[row]), row))
+        heapq.heappush(self._heap, (self._score_at[row], self._stamp_at[row], row))
         if len(self._heap) > 2 * self._live + 16:
             rows = np.flatnonzero(self._evictable)
             columns = (self._score[rows].tolist(), self._stamp[rows].tolist(), rows.tolist())
@@ -92,7 +89,7 @@ class GDSFEvictionPolicy(ScoredPolicy):
     """
 
     name: ClassVar[str] = "gdsf"
-    bytes_per_row: ClassVar[int] = 216
+    bytes_per_row: ClassVar[int] = 200
 
     def __init__(
         self,
@@ -113,8 +110,6 @@ class GDSFEvictionPolicy(ScoredPolicy):
     def bind(self, rows: int, keys: Keys) -> None:
         super().bind(rows, keys)
         self._uses = np.zeros(rows, np.int64)
-        self._cost = np.ones(rows)
-        self._base = np.zeros(rows)
         self._inflation = 0.0
 
     def on_request(self, now: float, rows: Rows, hit_len: int, hint: RequestHint) -> None:
@@ -122,17 +117,17 @@ class GDSFEvictionPolicy(ScoredPolicy):
         self._uses[rows[hit_len:]] = 1
         if self.cost == "depth":
             # A block of 512 tokens at 32,768 costs about twice one at the start, as policies.md measured.
-            self._cost[rows] = 1 + (hint.first_block + np.arange(len(rows))) / 64
-        self._base[rows] = self._inflation
+            self._score[rows] = self._inflation + self._uses[rows] * (
+                1 + (hint.first_block + np.arange(len(rows))) / 64
+            )
+        else:
+            self._score[rows] = self._inflation + self._uses[rows]
         self._touch(now, rows)
-
-    def score(self, row: int) -> float:
-        return float(self._base[row] + self._uses[row] * self._cost[row])
 
     def next_victim(self) -> int:
         row = super().next_victim()
         if row >= 0:
-            self._inflation = float(self._score[row])
+            self._inflation = self._score_at[row]
         return row
 
 
@@ -175,17 +170,10 @@ class HeuristicEvictionPolicy(ScoredPolicy):
     def options(self) -> dict[str, Any]:
         return {**super().options(), "importance": self.importance, "default": self.default}
 
-    def bind(self, rows: int, keys: Keys) -> None:
-        super().bind(rows, keys)
-        self._importance = np.full(rows, self.default)
-
     def on_request(self, now: float, rows: Rows, hit_len: int, hint: RequestHint) -> None:
         new = rows[hit_len:]
-        self._importance[new] = self.default
+        self._score[new] = self.default
         if hint.importance is not None:
             given = np.broadcast_to(np.asarray(hint.importance, np.float64), (hint.first_block + len(rows),))
-            self._importance[rows] = given[hint.first_block :]
+            self._score[rows] = given[hint.first_block :]
         self._touch(now, rows)
-
-    def score(self, row: int) -> float:
-        return float(self._importance[row])

@@ -81,11 +81,10 @@ class SizeAwarePolicy(ScoredPolicy):
                 self._children[above] += 1
         self._touch(now, rows)
 
-    def score(self, row: int) -> float:
+    def _push(self, row: int) -> None:
         size = int(_run_length(self._parent, self._children, row))
-        if self.mode == _LARGEST:
-            return float(-size)
-        return self._inflation + float(self._uses[row]) / size
+        self._score_at[row] = -size if self.mode == _LARGEST else self._inflation + float(self._uses[row]) / size
+        super()._push(row)
 
     def next_victim(self) -> int:
         row = super().next_victim()

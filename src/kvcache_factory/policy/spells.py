@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from ..jit import kernel
+from .hazard import BUCKETS, FIRST_EDGE_S, GROWTH
 
 AGAIN, GAP, LAST, OPEN, CLASS, DEPTH = range(6)
 COLUMNS, GHOST_COLUMNS = 6, 4
@@ -21,14 +22,15 @@ LEAVES, RANDOM, SPELLS, REFUSED = range(4)
 """State: leaves, state of the random numbers, spells so far, whether a newcomer was refused."""
 
 SAMPLE = 64
-DRAWS = 8
-LAST_BLOCKS = 2
+EDGES = np.append(FIRST_EDGE_S * GROWTH ** np.arange(BUCKETS - 1), np.inf)
+"""Upper edges of the age buckets in seconds."""
 
-# The loops spell these constants out where numba needs them, and draw random numbers from a 48-bit congruence
-# (that of drand48), which gives the same numbers in compiled code and in Python.
+# The loops draw random numbers from a 48-bit congruence (that of drand48), which gives the same numbers in compiled
+# code and in Python.  What a leaf is worth changes when it comes into the next age bucket, is used, or the table is
+# learned anew: `worth` keeps (index, valid until, epoch of the table), so that most draws read one line of memory.
 
 
-@kernel("void(i4[::1], i8, f8, i8, i8, i8, i8, f8[:,::1], f8[:,::1], f8[:,::1], i8[::1])")
+@kernel("void(i4[::1], i8, f8, i8, i8, i8, i8, f8[:,::1], f8[:,::1], f8[:,::1], f8[:,::1], i8[::1])")
 def touch(
     rows: Any,
     hits: Any,
@@ -39,6 +41,7 @@ def touch(
     output: Any,
     past: Any,
     book: Any,
+    worth: Any,
     ring: Any,
     state: Any,
 ) -> None:
@@ -73,6 +76,7 @@ def touch(
         place = min(max(total - 1 - first - i, 0), 2)
         book[row, 4] = (((uses * 3 + place) * 3 + hint) * 5 + pause) * 7 + output
         book[row, 5] = first + i
+        worth[row, 2] = -1
     weight = total**-0.5
     others = total - 2
     draws = others if others <= 8 else 8
@@ -103,8 +107,8 @@ def touch(
         ring[spell % slots, 4] = spell
 
 
-@kernel("void(i4[::1], i8, f8[:,::1], f8[:,::1])")
-def finish(rows: Any, output: Any, book: Any, ring: Any) -> None:
+@kernel("void(i4[::1], i8, f8[:,::1], f8[:,::1], f8[:,::1])")
+def finish(rows: Any, output: Any, book: Any, worth: Any, ring: Any) -> None:
     """Enter how much the request that used *rows* has generated, in their classes and their open spells."""
     slots = len(ring)
     for i in range(len(rows)):
@@ -112,6 +116,7 @@ def finish(rows: Any, output: Any, book: Any, ring: Any) -> None:
         cls = int(book[row, 4])
         cls = cls - cls % 7 + output
         book[row, 4] = cls
+        worth[row, 2] = -1
         spell = int(book[row, 3])
         if spell >= 0 and ring[spell % slots, 4] == spell:
             ring[spell % slots, 2] = cls
@@ -138,7 +143,10 @@ def _leave_numpy(
     pins: Any,
     states: Any,
     table: Any,
+    epoch: Any,
+    edges: Any,
     book: Any,
+    worth: Any,
     leaves: Any,
     position: Any,
     state: Any,
@@ -182,7 +190,8 @@ def _leave_numpy(
 
 
 @kernel(
-    "i8(f8, i8, f8[::1], i4[::1], i4[::1], i4[::1], u1[::1], f8[:,::1], f8[:,::1], i4[::1], i4[::1], i8[::1], i4[::1])",
+    "i8(f8, i8, f8[::1], i4[::1], i4[::1], i4[::1], u1[::1], "
+    "f8[:,::1], f8, f8[::1], f8[:,::1], f8[:,::1], i4[::1], i4[::1], i8[::1], i4[::1])",
     fallback=_leave_numpy,
 )
 def leave(
@@ -194,7 +203,10 @@ def leave(
     pins: Any,
     states: Any,
     table: Any,
+    epoch: Any,
+    edges: Any,
     book: Any,
+    worth: Any,
     leaves: Any,
     position: Any,
     state: Any,
@@ -216,18 +228,20 @@ def leave(
                 state[1] = (state[1] * 0x5DEECE66D + 11) & 0xFFFFFFFFFFFF
                 at = ((state[1] >> 16) * count) >> 32
             row = leaves[at]
-            last = book[row, 2]
-            age = now - last
-            bucket = 0
-            if age >= 2.0:
-                bucket = min(1 + int(math.log(age / 2.0) / 0.3364722366212129), 27)
-            value = table[int(book[row, 4]), bucket]
-            if (
-                best_row < 0
-                or value < best
-                or (value == best and (last < best_last or (last == best_last and book[row, 5] > best_depth)))
-            ):
-                best_row, best, best_last, best_depth = row, value, last, book[row, 5]
+            if worth[row, 2] != epoch or now >= worth[row, 1]:
+                age = now - book[row, 2]
+                bucket = 0
+                if age >= 2.0:
+                    bucket = min(1 + int(math.log(age / 2.0) / 0.3364722366212129), 27)
+                worth[row, 0] = table[int(book[row, 4]), bucket]
+                worth[row, 1] = book[row, 2] + edges[bucket]
+                worth[row, 2] = epoch
+            value = worth[row, 0]
+            if best_row >= 0 and value > best:
+                continue
+            last, depth = book[row, 2], book[row, 5]
+            if best_row < 0 or value < best or last < best_last or (last == best_last and depth > best_depth):
+                best_row, best, best_last, best_depth = row, value, last, depth
         if found < len(bids) and bids[found] < best:
             state[3] = 1
             return found
