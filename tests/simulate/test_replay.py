@@ -135,7 +135,7 @@ class Listener(LRUEvictionPolicy):
 
 
 def test_policies_are_told_what_the_future_holds_if_asked(workload: Make) -> None:
-    """With the oracle, a request whose prompt comes again says so; the last block may differ."""
+    """With the oracle, a request says whether more than half of its prompt comes again."""
     with workload([[1, 2, 3], [7, 8, 9], [1, 2, 4]]) as read:
         policy = Listener()
         run(read, 10, policy=policy, hints="oracle")

@@ -127,10 +127,10 @@ def reuse_hints(workload: Workload, hints: Hints) -> npt.NDArray[np.int8]:
         return workload.reuse
     if hints == "none":
         return np.zeros(len(workload), np.int8)
-    # A next turn repeats a prompt up to about its end: the last block is often partial and differs.
+    # The next turn of a conversation repeats its prompt; what repeats less than half only shares a beginning.
     lengths = workload.lengths
-    deep = np.maximum(workload.offsets[1:] - 1 - (lengths > 1), 0)
-    returns = workload.next_uses()[np.minimum(deep, workload.blocks - 1)] != NEVER
+    middle = workload.offsets[:-1] + lengths // 2
+    returns = workload.next_uses()[np.minimum(middle, workload.blocks - 1)] != NEVER
     returns &= lengths > 0
     return np.where(returns, REUSE_HINTS.index("returns"), REUSE_HINTS.index("ended")).astype(np.int8)
 
