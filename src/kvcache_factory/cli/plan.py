@@ -11,7 +11,7 @@ from .output import emit, json_option, progress_bar
 from .traces import cost_model, read, trace_options, trace_path
 
 
-@click.command(epilog="Example: kvcache-factory plan conversation_trace.jsonl --model llama-3-8b --target 90")
+@click.command(epilog="Example: kvcache-factory plan trace.jsonl --model llama-3-8b --target 90")
 @click.argument("trace", type=trace_path)
 @click.option("--model", required=True, metavar="NAME|DIR", help="llama-3-8b, ..., or a directory with config.json.")
 @click.option(

@@ -11,7 +11,7 @@ from .output import Progress, emit, json_option, progress_bar
 from .traces import cost_model, read, trace_options, trace_path
 
 
-@click.command(epilog="Example: kvcache-factory replay conversation_trace.jsonl --policy lru,fifo --capacity 1%,5%,10%")
+@click.command(epilog="Example: kvcache-factory replay trace.jsonl --policy lru,fifo --capacity 1%,5%")
 @click.argument("traces", nargs=-1, required=True, type=trace_path, metavar="TRACE...")
 @click.option("--policy", default="lru", show_default=True, help="Names, with commas; name:option=value sets options.")
 @click.option(
