@@ -9,6 +9,7 @@ import msgspec
 from .backend import Backend, CPUBackend
 from .block.key import KEY_BUILDERS
 from .errors import ConfigError
+from .policy.compression import CompressionPolicy
 
 Integrity = Literal["off", "sample", "full"]
 
@@ -29,6 +30,8 @@ class ManagerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     """Where blocks rest."""
     eviction_policy: PolicyConfig = PolicyConfig()
     """Who leaves."""
+    compression_policy: CompressionPolicy | None = None
+    """How blocks will shrink; this version stores them as they are."""
     enable_metrics: bool = False
     """Measure the time of each operation."""
     name: str = "default"

@@ -77,13 +77,18 @@ def helper(function: _F) -> _F:
 def _with_compiled_helpers(loop: Callable[..., Any], njit: Callable[..., Any]) -> Callable[..., Any]:
     if not isinstance(loop, FunctionType):
         return loop
-    found = {name: loop.__globals__.get(name) for name in loop.__code__.co_names}
-    compiled = {name: njit(_with_compiled_helpers(f, njit)) for name, f in found.items() if f in _HELPERS}
+    named = loop.__globals__
+    found = {name: named[name] for name in loop.__code__.co_names if name in named and _is_helper(named[name])}
+    compiled = {name: njit(_with_compiled_helpers(function, njit)) for name, function in found.items()}
     if not compiled:
         return loop
     copy = FunctionType(loop.__code__, {**loop.__globals__, **compiled}, loop.__name__, loop.__defaults__)
     copy.__qualname__, copy.__module__ = loop.__qualname__, loop.__module__
     return copy
+
+
+def _is_helper(thing: object) -> bool:
+    return isinstance(thing, FunctionType) and thing in _HELPERS
 
 
 def register(made: _K) -> _K:

@@ -23,7 +23,7 @@ from .engine.ledger import MANAGER, Event, Ledger
 from .errors import ConfigError, LayoutError
 from .memory.region import BlockPositions, Region
 from .observe.record import Recorder
-from .policy.base import RequestHint, ReuseHint
+from .policy.base import Importance, RequestHint, ReuseHint
 from .session import Session, SessionBook, current_session
 
 if TYPE_CHECKING:
@@ -45,6 +45,8 @@ class Context:
         self.sessions = sessions
         self.number = number
         self.recorder: Recorder | None = None
+        self.scorer: Importance | None = None
+        """What tells how important blocks are, where the policy has such a hook."""
         self._logged: dict[str, float] = {}
         self._lock = threading.RLock()  # a destructor may fail inside
 
@@ -133,7 +135,8 @@ class KeySpace:
             limit = min(limit, max(max_tokens, 0) // self.block_tokens)
         match = Match(request_id, reason="error" if context.chain.is_open else "closed")
         with context.guarded("match"):
-            hint = RequestHint(reuse=reuse_hint, total_blocks=chain.num_blocks)
+            owner = session if session is not None else current_session(context.number)
+            hint = RequestHint(reuse=reuse_hint, total_blocks=chain.num_blocks, session=owner or "")
             if context.chain.is_open:
                 self._require(chain)
                 match = context.chain.match(chain, self.root, request_id, limit, Fidelity.EXACT, hint)
@@ -166,17 +169,30 @@ class KeySpace:
         session: str | None = None,
         reuse_hint: ReuseHint = "unknown",
         fidelity: Fidelity = Fidelity.EXACT,
+        output_tokens: int = 0,
+        importance: Any = None,
+        text: str | None = None,
     ) -> int:
         """Store what is missing of the blocks *first* .. *first* + len(positions) - 1 of *chain*.
 
-        Returns how many blocks were stored.  Blocks before *first* must be stored already.
+        Returns how many blocks were stored.  Blocks before *first* must be stored already.  *output_tokens* (generated
+        by the request, 0: not known), *importance* (0 to 1: one number, or one for each block of the chain) and *text*
+        (of the chain, for a policy that scores importance itself) are for policies that use them.
         """
         stored = 0
         with self._context.guarded("save"):
             count = min(len(positions), chain.num_blocks - first)
             if self._context.chain.is_open and count > 0:
-                hint = RequestHint(reuse=reuse_hint, total_blocks=chain.num_blocks, first_block=first)
                 self._require(chain, region)
+                owner = session if session is not None else current_session(self._context.number)
+                hint = RequestHint(
+                    reuse=reuse_hint,
+                    total_blocks=chain.num_blocks,
+                    first_block=first,
+                    session=owner or "",
+                    output_tokens=output_tokens,
+                    importance=self._importance(chain, importance, text),
+                )
                 part = positions[:count]
                 # Before anything is stored: whoever ends the session meanwhile takes these blocks along.
                 charged = self._charge(session, chain, first + count)
@@ -207,6 +223,12 @@ class KeySpace:
     def drop(self, chain: KeyChain, first: int = 0) -> int:
         """Drop the blocks of *chain* from number *first* on, and all that was built on them; returns how many."""
         return self._context.chain.drop(chain, first) if self._context.chain.is_open else 0
+
+    def _importance(self, chain: KeyChain, given: Any, text: str | None) -> Any:
+        scorer = self._context.scorer
+        if given is not None or scorer is None:
+            return given
+        return scorer(chain.token_blocks, text)
 
     def _require(self, chain: KeyChain | None = None, region: Region | None = None) -> None:
         """Refuse a chain or tensors of another model: their records would not fit, their bytes would overrun a slot."""

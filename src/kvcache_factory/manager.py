@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import os
 import weakref
 from typing import Any
@@ -21,11 +22,13 @@ from .errors import ConfigError, UnknownSessionError
 from .jit import warm_up_in_background
 from .keyspace import Context, KeySpace
 from .policy.base import EvictionPolicy
+from .policy.compression import CompressionPolicy
 from .policy.order import LRUEvictionPolicy
 from .registry import make_policy
 from .session import Session, SessionBook, SessionScope
 
 _NUMBERS = itertools.count(1)
+_log = logging.getLogger("kvcache_factory")
 
 
 class CacheManager:
@@ -41,7 +44,7 @@ class CacheManager:
     eviction_policy:
         Who leaves when a tier is full; the default is leaf-first LRU.
     compression_policy:
-        Must be None: this version stores blocks as they are.
+        Kept as a description only: this version stores blocks as they are, and says so in the log.
     enable_metrics:
         Measure the time of each operation; counts are always kept.  See :meth:`state`.
     name:
@@ -63,7 +66,7 @@ class CacheManager:
         self,
         backend: Backend | None = None,
         eviction_policy: EvictionPolicy | None = None,
-        compression_policy: None = None,
+        compression_policy: CompressionPolicy | None = None,
         enable_metrics: bool = False,
         *,
         name: str = "default",
@@ -80,11 +83,16 @@ class CacheManager:
         if not isinstance(policy, EvictionPolicy):
             raise ConfigError(f"eviction_policy={policy!r}: use an EvictionPolicy, such as LRUEvictionPolicy()")
         if compression_policy is not None:
-            raise ConfigError("compression_policy: this version stores blocks as they are; leave it None")
+            if not isinstance(compression_policy, CompressionPolicy):
+                raise ConfigError(f"compression_policy={compression_policy!r}: use CompressionPolicy, or leave it None")
+            _log.warning(
+                "manager %r: %s is not applied: this version stores blocks as they are", name, compression_policy
+            )
         self.policy = policy
         self.config = ManagerConfig(
             backend=backend,
             eviction_policy=PolicyConfig(policy.name, policy.options()),
+            compression_policy=compression_policy,
             enable_metrics=enable_metrics,
             name=name,
             integrity=integrity,
@@ -100,6 +108,7 @@ class CacheManager:
         failures = _Failures()
         self._chain = build_chain(self.config, policy, self._ledger, failures)
         self._context = Context(self.config, self._chain, self._ledger, self._sessions, self._number)
+        self._context.scorer = policy.scorer
         failures.context = self._context
         self._finalizer = weakref.finalize(self, _close, self._chain, self._context)
 
@@ -116,6 +125,7 @@ class CacheManager:
         return cls(
             backend=config.backend,
             eviction_policy=make_policy(config.eviction_policy.name, **config.eviction_policy.options),
+            compression_policy=config.compression_policy,
             enable_metrics=config.enable_metrics,
             name=config.name,
             integrity=config.integrity,
@@ -221,6 +231,7 @@ class CacheManager:
         return {
             "name": self.config.name,
             "open": self._chain.is_open,
+            "compression": "none",
             "tiers": [tier.state() for tier in self._chain.tiers],
             "leases": len(self._chain.leases),
             "sessions": self._sessions.rows(),

@@ -2,12 +2,15 @@
 
 from typing import Any
 
+from kvcache_factory.policy.adaptive import AdaptivePolicy
 from kvcache_factory.policy.arc import ARCEvictionPolicy, MQEvictionPolicy
 from kvcache_factory.policy.base import EvictionPolicy
 from kvcache_factory.policy.gre import GREEvictionPolicy
+from kvcache_factory.policy.hybrid import HybridPolicy
 from kvcache_factory.policy.order import FIFOEvictionPolicy, LFUEvictionPolicy, LRUEvictionPolicy, TTLEvictionPolicy
 from kvcache_factory.policy.s3fifo import S3FIFOEvictionPolicy, SIEVEEvictionPolicy
 from kvcache_factory.policy.scored import GDSFEvictionPolicy, HeuristicEvictionPolicy
+from kvcache_factory.policy.sessions import WholeSessions
 from kvcache_factory.policy.size import SizeAwarePolicy
 from kvcache_factory.testing import PolicyTests
 
@@ -122,3 +125,41 @@ class TestSizeAwareGDSF(PolicyTests):
 
     def make_policy(self, **options: Any) -> EvictionPolicy:
         return SizeAwarePolicy(mode="gdsf", **options)
+
+
+class TestHybrid(PolicyTests):
+    """One that evicts, one that swaps."""
+
+    def make_policy(self, **options: Any) -> EvictionPolicy:
+        return HybridPolicy([SizeAwarePolicy(), LRUEvictionPolicy(action="swap_to_cpu")], **options)
+
+
+class TestHybridOfSessions(PolicyTests):
+    """Members about whole sessions, and one that refuses newcomers."""
+
+    def make_policy(self, **options: Any) -> EvictionPolicy:
+        return HybridPolicy([GREEvictionPolicy(), S3FIFOEvictionPolicy(target="session")], **options)
+
+
+class TestAdaptive(PolicyTests):
+    """By shadow hits."""
+
+    def make_policy(self, **options: Any) -> EvictionPolicy:
+        return AdaptivePolicy(**options)
+
+
+class TestWholeSessions(PolicyTests):
+    """Leaf-first LRU about whole sessions."""
+
+    def make_policy(self, **options: Any) -> EvictionPolicy:
+        return LRUEvictionPolicy(**options) if options else OfSessions(LRUEvictionPolicy())
+
+
+class OfSessions(WholeSessions):
+    """As a manager makes it from `target="session"`."""
+
+    def __init__(self, inner: EvictionPolicy | None = None, **options: Any) -> None:
+        super().__init__(inner or LRUEvictionPolicy(**options))
+
+    def clone(self) -> EvictionPolicy:
+        return OfSessions(self.inner.clone())

@@ -225,9 +225,9 @@ class Index(Tree):
             return int(dropped.argmax()) if dropped.any() else len(rows)
 
     def select_victims(self, count: int) -> Rows:
-        """Pin up to *count* rows that the policy would let leave first; :meth:`remove_selected` ends that."""
+        """Pin the *count* rows, or more, that the policy would move down first; :meth:`remove_selected` ends that."""
         with self._lock:
-            rows = np.array(self.policy.victims(count, self._unlinker), np.int32)
+            rows = np.array(self.policy.swap_victims(count, self._unlinker), np.int32)
             for row in rows.tolist():
                 self._pins_at[row] += 1
                 parent = self._parent_at[row]

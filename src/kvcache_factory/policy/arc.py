@@ -22,7 +22,7 @@ class ARCEvictionPolicy(QueuePolicy):
     """
 
     name: ClassVar[str] = "arc"
-    bytes_per_row: ClassVar[int] = 120
+    bytes_per_row: int = 120
     _ONCE, _MORE = 0, 1
 
     def bind(self, rows: int, keys: Keys) -> None:
@@ -89,7 +89,7 @@ class MQEvictionPolicy(QueuePolicy):
 
     name: ClassVar[str] = "mq"
     num_queues: ClassVar[int] = 8
-    bytes_per_row: ClassVar[int] = 220
+    bytes_per_row: int = 220
 
     def __init__(
         self,

@@ -38,7 +38,8 @@ class TreeColumns(NamedTuple):
     state: npt.NDArray[np.uint8]
 
 
-NO_TREE = TreeColumns(*(np.empty(0, np.int32) for _ in range(3)), np.empty(0, np.uint8))
+_NOTHING: Rows = np.empty(0, np.int32)
+NO_TREE = TreeColumns(_NOTHING, _NOTHING, _NOTHING, np.empty(0, np.uint8))
 
 
 def columns_of(unlink: Unlink) -> TreeColumns | None:
@@ -46,6 +47,9 @@ def columns_of(unlink: Unlink) -> TreeColumns | None:
     columns: TreeColumns | None = getattr(unlink, "columns", None)
     return columns
 
+
+Importance = Callable[[npt.NDArray[np.uint32], str | None], Any]
+"""``importance(tokens, text)``: 0 to 1 for each block of *tokens* ``[blocks, block_tokens]``, or one for all."""
 
 ReuseHint = Literal["unknown", "returns", "ended", "tool_pending"]
 REUSE_HINTS: tuple[str, ...] = get_args(ReuseHint)
@@ -110,7 +114,9 @@ class EvictionPolicy(ABC):
     """
 
     name: ClassVar[str] = ""
-    bytes_per_row: ClassVar[int] = 0
+    scorer: Importance | None = None
+    """Where the policy wants importance: what to ask for it, when the caller of a save does not give it."""
+    bytes_per_row: int = 0
     """Bytes of books that a row costs beyond the 60 that the index's budget has for a policy."""
 
     def __init__(
@@ -126,7 +132,10 @@ class EvictionPolicy(ABC):
         self.target: str | None = target
         self.action: str = action
         self.defer: Callable[[Callable[[], None]], bool] = _at_once
-        """Does work that needs no lock of the index: at once, or in a thread of the manager's; False: not at all."""
+
+    def use_worker(self, defer: Callable[[Callable[[], None]], bool]) -> None:
+        """Have work that needs no lock of the index done by *defer*, which returns False for what it does not take."""
+        self.defer = defer
 
     def options(self) -> dict[str, Any]:
         """The constructor arguments that make an equal description."""

@@ -54,7 +54,7 @@ class GREEvictionPolicy(EvictionPolicy):
     """
 
     name: ClassVar[str] = "gre"
-    bytes_per_row: ClassVar[int] = 400
+    bytes_per_row: int = 400
 
     def __init__(
         self,
@@ -131,7 +131,7 @@ class GREEvictionPolicy(EvictionPolicy):
     def restore(self, rows: Rows) -> None:
         self._worth[rows] = -1.0
         self._book[rows] = 0.0
-        self._book[np.ix_(rows, (GAP, OPEN))] = -1.0
+        self._book[rows, GAP] = self._book[rows, OPEN] = -1.0
         self._book[rows, LAST] = self._now - len(rows) + np.arange(len(rows))
 
     # -- who leaves ---------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from ..errors import ConfigError
 
 if TYPE_CHECKING:
-    from .scored import Importance
+    from .base import Importance
 
 Tokens = npt.NDArray[np.uint32]
 Scores = npt.NDArray[np.float64]

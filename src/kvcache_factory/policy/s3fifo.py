@@ -29,7 +29,7 @@ class S3FIFOEvictionPolicy(QueuePolicy):
     """
 
     name: ClassVar[str] = "s3fifo"
-    bytes_per_row: ClassVar[int] = 32
+    bytes_per_row: int = 32
     _SMALL, _MAIN = 0, 1
 
     def __init__(

@@ -38,7 +38,7 @@ class SizeAwarePolicy(ScoredPolicy):
     """
 
     name: ClassVar[str] = "size_aware"
-    bytes_per_row: ClassVar[int] = 216
+    bytes_per_row: int = 216
 
     def __init__(
         self,

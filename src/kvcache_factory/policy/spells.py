@@ -260,4 +260,4 @@ def leave(
             leaves[count] = above
             position[above] = count
             state[0] = count + 1
-    return want
+    return int(want)
