@@ -172,12 +172,14 @@ class KeySpace:
         output_tokens: int = 0,
         importance: Any = None,
         text: str | None = None,
+        request_id: str | None = None,
     ) -> int:
         """Store what is missing of the blocks *first* .. *first* + len(positions) - 1 of *chain*.
 
         Returns how many blocks were stored.  Blocks before *first* must be stored already.  *output_tokens* (generated
         by the request, 0: not known), *importance* (0 to 1: one number, or one for each block of the chain) and *text*
-        (of the chain, for a policy that scores importance itself) are for policies that use them.
+        (of the chain, for a policy that scores importance itself) are for policies that use them.  The lease of
+        *request_id*, if it has one, holds what was stored until it is released.
         """
         stored = 0
         with self._context.guarded("save"):
@@ -196,7 +198,8 @@ class KeySpace:
                 part = positions[:count]
                 # Before anything is stored: whoever ends the session meanwhile takes these blocks along.
                 charged = self._charge(session, chain, first + count)
-                stored = self._context.chain.save(chain, self.root, region, part, first, fidelity, hint)
+                arguments = region, part, first, fidelity, hint, request_id
+                stored = self._context.chain.save(chain, self.root, *arguments)
                 if charged is not None and charged.purged is not None:
                     keys = self._context.sessions.unheld(chain.keys[: first + count])
                     self._context.chain.drop_unshared(keys, "session_destroyed", wipe=charged.purged)

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvcache_factory.errors import CapacityError
+from kvcache_factory.errors import CapacityError, ConfigError
 from kvcache_factory.policy.base import RequestHint, Rows
 from kvcache_factory.policy.order import FIFOEvictionPolicy, LRUEvictionPolicy
 from kvcache_factory.simulate.cost import CostModel
@@ -178,3 +178,14 @@ def test_progress_is_told(tmp_path: Path, write: Write) -> None:
         Replay(read, LRUEvictionPolicy(), [Size("dram", 1)]).run(lambda *at: told.append(at))
     assert len(told) >= 4
     assert all(done <= total for done, total in told)
+
+
+def test_a_policy_with_a_target_decides_in_its_tier(workload: Make) -> None:
+    """Names of tiers say which level of a hierarchy they stand for, as in a manager."""
+    with workload([[1, 2, 3], [4, 5, 6]]) as read:
+        with pytest.raises(ConfigError, match="no such level"):
+            run(read, 2, policy=LRUEvictionPolicy(target="disk"))
+        policy = FIFOEvictionPolicy(target="disk")
+        replay = Replay(read, policy, [Size("dram", 2), Size("nvme", 4)])
+        assert [tier.policy.name for tier in replay.tiers.tiers] == ["lru", "fifo"]
+        replay.run()

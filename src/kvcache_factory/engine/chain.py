@@ -284,9 +284,9 @@ class TierChain:
         hint: RequestHint,
         request_id: str | None = None,
     ) -> int:
-        """Store blocks *first* .. of *chain*, which are at *positions* of the engine's tensors, where missing.
+        """Store what is missing of the blocks *first* .. of *chain*, which are at *positions* of the engine's tensors.
 
-        The lease of *request_id*, if it has one, holds them too.
+        The lease of *request_id* holds it too.
         """
         tier = self.tiers[0]
         layout = self.mover.layout_code(region.tag)
@@ -311,9 +311,7 @@ class TierChain:
         tier.index.pin(tip)
         tier.count(Event.STORED, tier.index.commit(rows, hint))
         if request_id is not None:
-            tier.index.pin(tip)
-            if not self.leases.extend(request_id, tier, tip):
-                tier.index.unpin(tip)
+            self.leases.extend(request_id, tier, tip)
         self.flow.stored(0, tip)
         return len(rows)
 

@@ -56,12 +56,15 @@ class LeaseBook:
         return lease.number
 
     def extend(self, request_id: str, tier: Tier, row: int) -> bool:
-        """Let a request hold *row*, a block that it has stored, too, taking over a pin; False when it has no lease."""
+        """Let a request hold *row*, the end of a chain that it has stored, too; False when it has no lease."""
+        tier.index.pin(row)
         with self._lock:
             lease = self._leases.get(request_id)
             if lease is not None:
                 lease.pins.append((tier, row))
-            return lease is not None
+        if lease is None:
+            tier.index.unpin(row)
+        return lease is not None
 
     def release(self, request_id: str, output_tokens: int = 0) -> bool:
         """Give the lease of a request, which generated *output_tokens*, back; False when it has none (any more)."""

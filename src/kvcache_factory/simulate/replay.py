@@ -27,12 +27,16 @@ from ..engine.ledger import Event, Ledger
 from ..engine.roots import Roots
 from ..errors import CapacityError, KVCacheError
 from ..policy.base import REUSE_HINTS, EvictionPolicy, RequestHint
+from ..policy.placement import check_placement, policy_at, swap_level
 from .cost import CostModel
 from .still import NOWHERE, StillMover, StillPool, StillTier, TraceChain, positions
 from .workload import NEVER, Progress, Workload
 
 Hints = Literal["none", "trace", "oracle"]
 Blocks = npt.NDArray[np.int32]
+
+_KINDS = {"gpu": "gpu", "hbm": "gpu", "nvme": "disk", "disk": "disk", "ssd": "disk"}
+"""What a tier of this name is to a policy with a target; any other is memory of the host."""
 
 REPORT_EVERY = 512
 """Requests between two calls of a progress function."""
@@ -163,10 +167,14 @@ class Replay:
     def _open_tiers(self, spec: BlockSpec) -> TierChain:
         # More rows than there are blocks cost memory and change nothing.
         rows = [min(size.blocks, 2 * self.workload.unique) for size in self.sizes]
+        kinds = [_KINDS.get(size.name, "cpu") for size in self.sizes]
+        check_placement(self.policy, kinds)
         made = [
-            StillTier(size.name, count, self.policy.clone(), self.ledger, self.clock)
-            for size, count in zip(self.sizes, rows, strict=True)
+            StillTier(size.name, count, policy_at(self.policy, kind), self.ledger, self.clock)
+            for size, count, kind in zip(self.sizes, rows, kinds, strict=True)
         ]
+        for number, tier in enumerate(made):
+            tier.swap_to = swap_level(self.policy, number, kinds)
         flow = FlowSettings(demote_at=self.settings.demote_at, demote_to=self.settings.demote_to)
         roots = Roots()
         chain = TierChain(made, flow, roots, self.ledger, self.clock, _fail, self.pool)
