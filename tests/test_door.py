@@ -10,16 +10,29 @@ import pytest
 import kvcache_factory
 
 NOUNS = {
+    "ARCEvictionPolicy",
+    "AdaptivePolicy",
     "BlockSpec",
     "CPUBackend",
     "CacheManager",
+    "CompressionPolicy",
     "DiskBackend",
     "EvictionPolicy",
     "FIFOEvictionPolicy",
+    "GDSFEvictionPolicy",
     "GPUBackend",
+    "GREEvictionPolicy",
+    "HeuristicEvictionPolicy",
     "HierarchicalBackend",
+    "HybridPolicy",
+    "LFUEvictionPolicy",
     "LRUEvictionPolicy",
+    "MQEvictionPolicy",
+    "S3FIFOEvictionPolicy",
+    "SIEVEEvictionPolicy",
     "Session",
+    "SizeAwarePolicy",
+    "TTLEvictionPolicy",
 }
 ERRORS = {
     "CapacityError",

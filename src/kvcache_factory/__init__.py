@@ -30,8 +30,16 @@ if TYPE_CHECKING:
         UnsupportedGenerationError,
     )
     from .manager import CacheManager
+    from .policy.adaptive import AdaptivePolicy
+    from .policy.arc import ARCEvictionPolicy, MQEvictionPolicy
     from .policy.base import EvictionPolicy
-    from .policy.order import FIFOEvictionPolicy, LRUEvictionPolicy
+    from .policy.compression import CompressionPolicy
+    from .policy.gre import GREEvictionPolicy
+    from .policy.hybrid import HybridPolicy
+    from .policy.order import FIFOEvictionPolicy, LFUEvictionPolicy, LRUEvictionPolicy, TTLEvictionPolicy
+    from .policy.s3fifo import S3FIFOEvictionPolicy, SIEVEEvictionPolicy
+    from .policy.scored import GDSFEvictionPolicy, HeuristicEvictionPolicy
+    from .policy.size import SizeAwarePolicy
     from .session import Session
 
 __version__ = "0.1.0"
@@ -56,23 +64,44 @@ _HOMES = {
         "UnsupportedGenerationError",
     ),
     "manager": ("CacheManager",),
+    "policy.adaptive": ("AdaptivePolicy",),
+    "policy.arc": ("ARCEvictionPolicy", "MQEvictionPolicy"),
     "policy.base": ("EvictionPolicy",),
-    "policy.order": ("FIFOEvictionPolicy", "LRUEvictionPolicy"),
+    "policy.compression": ("CompressionPolicy",),
+    "policy.gre": ("GREEvictionPolicy",),
+    "policy.hybrid": ("HybridPolicy",),
+    "policy.order": ("FIFOEvictionPolicy", "LFUEvictionPolicy", "LRUEvictionPolicy", "TTLEvictionPolicy"),
+    "policy.s3fifo": ("S3FIFOEvictionPolicy", "SIEVEEvictionPolicy"),
+    "policy.scored": ("GDSFEvictionPolicy", "HeuristicEvictionPolicy"),
+    "policy.size": ("SizeAwarePolicy",),
     "session": ("Session",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [  # noqa: RUF022  the nouns first, then the errors
+    "ARCEvictionPolicy",
+    "AdaptivePolicy",
     "BlockSpec",
     "CPUBackend",
     "CacheManager",
+    "CompressionPolicy",
     "DiskBackend",
     "EvictionPolicy",
     "FIFOEvictionPolicy",
+    "GDSFEvictionPolicy",
     "GPUBackend",
+    "GREEvictionPolicy",
+    "HeuristicEvictionPolicy",
     "HierarchicalBackend",
+    "HybridPolicy",
+    "LFUEvictionPolicy",
     "LRUEvictionPolicy",
+    "MQEvictionPolicy",
+    "S3FIFOEvictionPolicy",
+    "SIEVEEvictionPolicy",
     "Session",
+    "SizeAwarePolicy",
+    "TTLEvictionPolicy",
     "CapacityError",
     "ClosedError",
     "ConfigError",

@@ -32,9 +32,12 @@ from .engine.roots import Roots
 from .engine.tier import Ingestion, Tier
 from .errors import CapacityError
 from .policy.base import EvictionPolicy
+from .policy.placement import check_placement, policy_at, size_cap_gb, swap_level
 from .store.disk import DiskStore
 from .store.disk.identities import leave_note
 from .store.memory import MemoryStore
+
+_KINDS = {CPUBackend: "cpu", GPUBackend: "gpu", DiskBackend: "disk"}
 
 
 def build_chain(
@@ -46,12 +49,16 @@ def build_chain(
 ) -> TierChain:
     """Unopened tiers for *config*; nothing is allocated until the first model is registered."""
     levels = levels_of(config.backend)
-    budgets = level_budgets(levels, policy.max_size_gb)
+    kinds = [_KINDS[type(level)] for level in levels]
+    check_placement(policy, kinds)
+    budgets = level_budgets(levels, size_cap_gb(policy, None), [size_cap_gb(policy, kind) for kind in kinds])
     roots = Roots()
     tiers = [
-        _tier(name, level, policy.clone(), budget, ledger, clock, roots)
-        for name, level, budget in zip(_names(levels), levels, budgets, strict=True)
+        _tier(name, level, policy_at(policy, kind), budget, ledger, clock, roots)
+        for name, level, kind, budget in zip(_names(kinds), levels, kinds, budgets, strict=True)
     ]
+    for number, tier in enumerate(tiers):
+        tier.swap_to = swap_level(policy, number, kinds)
     flow = FlowSettings(
         integrity=config.integrity,
         lease_max_age_s=config.lease_max_age_s,
@@ -99,13 +106,15 @@ def _io_threads(levels: Sequence[Level]) -> int:
     return 4 if any(isinstance(level, DiskBackend) for level in levels) else 1
 
 
-def level_budgets(levels: Sequence[Level], max_size_gb: float | None) -> list[int]:
-    """Bytes of each level: its own size; those in memory have at most *max_size_gb* GiB together."""
-    default = DEFAULT_SIZE_GB if max_size_gb is None else max_size_gb
+def level_budgets(levels: Sequence[Level], max_size_gb: float | None, caps_gb: Sequence[float | None]) -> list[int]:
+    """Bytes of each level: its own size, at most its cap; those in memory have at most *max_size_gb* GiB together."""
     left = float("inf") if max_size_gb is None else max_size_gb * GIB
     budgets = []
-    for level in levels:
-        wanted = (level.size_gb if level.size_gb is not None else default) * GIB
+    for level, cap_gb in zip(levels, caps_gb, strict=True):
+        caps = [cap for cap in (cap_gb, max_size_gb) if cap is not None]
+        wanted = (level.size_gb if level.size_gb is not None else min(caps, default=DEFAULT_SIZE_GB)) * GIB
+        if cap_gb is not None:
+            wanted = min(wanted, cap_gb * GIB)
         if isinstance(level, DiskBackend):
             budgets.append(int(wanted))
             continue
@@ -119,11 +128,9 @@ def level_budgets(levels: Sequence[Level], max_size_gb: float | None) -> list[in
     return budgets
 
 
-def _names(levels: Sequence[Level]) -> list[str]:
-    kinds = {CPUBackend: "cpu", GPUBackend: "gpu", DiskBackend: "disk"}
+def _names(kinds: Sequence[str]) -> list[str]:
     names: list[str] = []
-    for level in levels:
-        kind = kinds[type(level)]
+    for kind in kinds:
         same = sum(name.startswith(kind) for name in names)
         names.append(f"{kind}{same}" if same else kind)
     return names

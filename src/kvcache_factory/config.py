@@ -9,6 +9,7 @@ import msgspec
 from .backend import Backend, CPUBackend
 from .block.key import KEY_BUILDERS
 from .errors import ConfigError
+from .policy.compression import CompressionPolicy
 
 Integrity = Literal["off", "sample", "full"]
 
@@ -29,6 +30,8 @@ class ManagerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     """Where blocks rest."""
     eviction_policy: PolicyConfig = PolicyConfig()
     """Who leaves."""
+    compression_policy: CompressionPolicy | None = None
+    """How blocks will shrink; this version stores them as they are."""
     enable_metrics: bool = False
     """Measure the time of each operation."""
     name: str = "default"
@@ -41,6 +44,8 @@ class ManagerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     """A request that holds blocks longer than this loses its lease."""
     io_threads: int = 0
     """Threads that copy between tiers; 0: four where one is a disk, else one."""
+    record: str | None = None
+    """File to which requests are recorded for the simulator, without tokens and with salted keys."""
 
     def __post_init__(self) -> None:
         if self.integrity not in ("off", "sample", "full"):
@@ -51,6 +56,8 @@ class ManagerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
             raise ConfigError(f"lease_max_age_s={self.lease_max_age_s!r}: give seconds above 0")
         if not isinstance(self.io_threads, int) or not 0 <= self.io_threads <= 64:
             raise ConfigError(f"io_threads={self.io_threads!r}: use 1 to 64, or 0 for what fits the backend")
+        if self.record is not None and not (isinstance(self.record, str) and self.record):
+            raise ConfigError(f"record={self.record!r}: give the path of a file, or None")
 
 
 def parse_config(data: dict[str, Any]) -> ManagerConfig:

@@ -10,6 +10,7 @@ what to do about it.
     ├── LayoutError (ValueError)        tensors, shapes, dtypes or layer kinds that cannot be restored exactly
     ├── TokenError (ValueError)         token ids that are negative, too large, or not integers
     ├── FormatError                     a slot image that this version cannot read
+    ├── TraceError                      a trace that cannot be read, or holds no request
     ├── SessionError
     │   ├── UnknownSessionError (KeyError)
     │   └── SessionExistsError
@@ -48,6 +49,10 @@ class TokenError(KVCacheError, ValueError):
 
 class FormatError(KVCacheError):
     """A slot image that is damaged, foreign, or of a version this library does not read."""
+
+
+class TraceError(KVCacheError):
+    """A trace that cannot be read, or holds no request."""
 
 
 class SessionError(KVCacheError):

@@ -10,13 +10,16 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any, TypeVar
 
 import numpy as np
 
 _K = TypeVar("_K", bound="Kernel")
+_F = TypeVar("_F", bound=Callable[..., Any])
 
 _KERNELS: list[Kernel] = []
+_HELPERS: set[Any] = set()
 _LOCK = threading.Lock()
 _STATE = {"warm": False, "reason": "not warmed up yet"}
 
@@ -54,11 +57,38 @@ def compile_loop(signature: str, loop: Callable[..., Any]) -> Callable[..., Any]
     import numba
 
     options = {"nogil": True, "boundscheck": False}
+    loop = _with_compiled_helpers(loop, numba.njit(**options))
     try:
         compiled: Callable[..., Any] = numba.njit(signature, cache=True, **options)(loop)
     except (RuntimeError, OSError):  # no writable cache directory: compile in every process
         compiled = numba.njit(signature, **options)(loop)
     return compiled
+
+
+def helper(function: _F) -> _F:
+    """Mark a plain function that kernels of the same file call: compiled with each of them, and Python otherwise.
+
+    The file must be the same because a kernel's cached code is discarded when the kernel's own file changes.
+    """
+    _HELPERS.add(function)
+    return function
+
+
+def _with_compiled_helpers(loop: Callable[..., Any], njit: Callable[..., Any]) -> Callable[..., Any]:
+    if not isinstance(loop, FunctionType):
+        return loop
+    named = loop.__globals__
+    found = {name: named[name] for name in loop.__code__.co_names if name in named and _is_helper(named[name])}
+    compiled = {name: njit(_with_compiled_helpers(function, njit)) for name, function in found.items()}
+    if not compiled:
+        return loop
+    copy = FunctionType(loop.__code__, {**loop.__globals__, **compiled}, loop.__name__, loop.__defaults__)
+    copy.__qualname__, copy.__module__ = loop.__qualname__, loop.__module__
+    return copy
+
+
+def _is_helper(thing: object) -> bool:
+    return isinstance(thing, FunctionType) and thing in _HELPERS
 
 
 def register(made: _K) -> _K:

@@ -23,7 +23,8 @@ from .engine.io import Ticket
 from .engine.ledger import MANAGER, Event, Ledger
 from .errors import ConfigError, LayoutError
 from .memory.region import BlockPositions, Region
-from .policy.base import RequestHint, ReuseHint
+from .observe.record import Recorder
+from .policy.base import Importance, RequestHint, ReuseHint
 from .session import Session, SessionBook, current_session
 
 if TYPE_CHECKING:
@@ -44,9 +45,24 @@ class Context:
         self.ledger = ledger
         self.sessions = sessions
         self.number = number
+        self.recorder: Recorder | None = None
+        self.scorer: Importance | None = None
+        """What tells how important blocks are, where the policy has such a hook."""
         self._logged: dict[str, float] = {}
         self._lock = threading.RLock()  # a destructor may fail inside
         self._later: deque[Callable[[], object]] = deque()
+
+    def begin_recording(self, block_tokens: int) -> None:
+        """Record requests from now on, if the configuration says so; the file is opened with the first."""
+        with self._lock:
+            if self.config.record is not None and self.recorder is None:
+                self.recorder = Recorder(self.config.record, block_tokens)
+
+    def end_recording(self) -> None:
+        """Write what is left, and close the file; idempotent."""
+        if self.recorder is not None:
+            with self.guarded("record"):
+                self.recorder.close()
 
     def guarded(self, verb: str) -> Guard:
         """Count and log whatever is raised inside instead of letting it reach the engine; measure the time if asked."""
@@ -169,11 +185,16 @@ class KeySpace:
             limit = min(limit, max(max_tokens, 0) // self.block_tokens)
         match = Match(request_id, reason="error" if context.chain.is_open else "closed")
         with context.guarded("match"):
-            hint = RequestHint(reuse=reuse_hint, total_blocks=chain.num_blocks)
+            owner = session if session is not None else current_session(context.number)
+            hint = RequestHint(reuse=reuse_hint, total_blocks=chain.num_blocks, session=owner or "")
             if context.chain.is_open:
                 self._require(chain)
                 match = context.chain.match(chain, self.root, request_id, limit, Fidelity.EXACT, hint)
         self._charge(session, chain, match.blocks, used=True)
+        if context.recorder is not None:
+            with context.guarded("record"):
+                owner = session if session is not None else current_session(context.number)
+                context.recorder.asked(request_id, chain.keys, chain.num_tokens, owner, reuse_hint)
         return match
 
     def load(self, match: Match, region: Region, positions: BlockPositions) -> int:
@@ -198,21 +219,37 @@ class KeySpace:
         session: str | None = None,
         reuse_hint: ReuseHint = "unknown",
         fidelity: Fidelity = Fidelity.EXACT,
+        output_tokens: int = 0,
+        importance: Any = None,
+        text: str | None = None,
+        request_id: str | None = None,
     ) -> int:
         """Store what is missing of the blocks *first* .. *first* + len(positions) - 1 of *chain*.
 
-        Returns how many blocks were stored.  Blocks before *first* must be stored already.
+        Returns how many blocks were stored.  Blocks before *first* must be stored already.  *output_tokens* (generated
+        by the request, 0: not known), *importance* (0 to 1: one number, or one for each block of the chain) and *text*
+        (of the chain, for a policy that scores importance itself) are for policies that use them.  The lease of
+        *request_id*, if it has one, holds what was stored until it is released.
         """
         stored = 0
         with self._context.guarded("save"):
             count = min(len(positions), chain.num_blocks - first)
             if self._context.chain.is_open and count > 0:
-                hint = RequestHint(reuse=reuse_hint, total_blocks=chain.num_blocks, first_block=first)
                 self._require(chain, region)
+                owner = session if session is not None else current_session(self._context.number)
+                hint = RequestHint(
+                    reuse=reuse_hint,
+                    total_blocks=chain.num_blocks,
+                    first_block=first,
+                    session=owner or "",
+                    output_tokens=output_tokens,
+                    importance=self._importance(chain, importance, text),
+                )
                 part = positions[:count]
                 # Before anything is stored: whoever ends the session meanwhile takes these blocks along.
                 charged = self._charge(session, chain, first + count)
-                stored = self._context.chain.save(chain, self.root, region, part, first, fidelity, hint)
+                arguments = region, part, first, fidelity, hint, request_id
+                stored = self._context.chain.save(chain, self.root, *arguments)
                 if charged is not None and charged.purged is not None:
                     keys = self._context.sessions.unheld(chain.keys[: first + count])
                     self._context.chain.drop_unshared(keys, "session_destroyed", wipe=charged.purged)
@@ -266,6 +303,9 @@ class KeySpace:
         released = False
         with self._context.guarded("release"):
             released = self._context.chain.release(request_id, output_tokens)
+        if self._context.recorder is not None:
+            with self._context.guarded("record"):
+                self._context.recorder.ended(request_id, output_tokens)
         return released
 
     def prefetch(self, chain: KeyChain) -> Ticket | None:
@@ -287,6 +327,12 @@ class KeySpace:
     def drop(self, chain: KeyChain, first: int = 0) -> int:
         """Drop the blocks of *chain* from number *first* on, and all that was built on them; returns how many."""
         return self._context.chain.drop(chain, first) if self._context.chain.is_open else 0
+
+    def _importance(self, chain: KeyChain, given: Any, text: str | None) -> Any:
+        scorer = self._context.scorer
+        if given is not None or scorer is None:
+            return given
+        return scorer(chain.token_blocks, text)
 
     def _require(self, chain: KeyChain | None = None, region: Region | None = None) -> None:
         """Refuse a chain or tensors of another model: their records would not fit, their bytes would overrun a slot."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
+import os
 import weakref
 from functools import partial
 from typing import Any, Protocol
@@ -22,12 +24,14 @@ from .errors import ConfigError, UnknownSessionError
 from .jit import warm_up_in_background
 from .keyspace import Context, KeySpace
 from .policy.base import EvictionPolicy
+from .policy.compression import CompressionPolicy
 from .policy.order import LRUEvictionPolicy
 from .registry import make_policy
 from .session import History, Session, SessionBook, SessionScope, current_history, current_session
 from .store.base import SlotMemory
 
 _NUMBERS = itertools.count(1)
+_log = logging.getLogger("kvcache_factory")
 _LIVE: weakref.WeakSet[CacheManager] = weakref.WeakSet()
 
 
@@ -51,7 +55,7 @@ class CacheManager:
     eviction_policy:
         Who leaves when a tier is full; the default is leaf-first LRU.
     compression_policy:
-        Must be None: this version stores blocks as they are.
+        Kept as a description only: this version stores blocks as they are, and says so in the log.
     enable_metrics:
         Measure the time of each operation; counts are always kept.  See :meth:`state`.
     name:
@@ -64,13 +68,16 @@ class CacheManager:
         Seconds after which a request that never ended loses its hold on blocks.
     io_threads:
         Threads that copy between tiers; 0: four where one is a disk, else one.
+    record:
+        File to which each request is appended, for ``kvcache-factory replay``: no tokens, and keys under a salt that is
+        not kept.
     """
 
     def __init__(
         self,
         backend: Backend | None = None,
         eviction_policy: EvictionPolicy | None = None,
-        compression_policy: None = None,
+        compression_policy: CompressionPolicy | None = None,
         enable_metrics: bool = False,
         *,
         name: str = "default",
@@ -78,6 +85,7 @@ class CacheManager:
         key_builder: str = "ROLLING_HASH",
         lease_max_age_s: float = 600.0,
         io_threads: int = 0,
+        record: str | os.PathLike[str] | None = None,
     ) -> None:
         backend = backend if backend is not None else CPUBackend()
         policy = eviction_policy if eviction_policy is not None else LRUEvictionPolicy()
@@ -86,17 +94,23 @@ class CacheManager:
         if not isinstance(policy, EvictionPolicy):
             raise ConfigError(f"eviction_policy={policy!r}: use an EvictionPolicy, such as LRUEvictionPolicy()")
         if compression_policy is not None:
-            raise ConfigError("compression_policy: this version stores blocks as they are; leave it None")
+            if not isinstance(compression_policy, CompressionPolicy):
+                raise ConfigError(f"compression_policy={compression_policy!r}: use CompressionPolicy, or leave it None")
+            _log.warning(
+                "manager %r: %s is not applied: this version stores blocks as they are", name, compression_policy
+            )
         self.policy = policy
         self.config = ManagerConfig(
             backend=backend,
             eviction_policy=PolicyConfig(policy.name, policy.options()),
+            compression_policy=compression_policy,
             enable_metrics=enable_metrics,
             name=name,
             integrity=integrity,
             key_builder=key_builder,
             lease_max_age_s=lease_max_age_s,
             io_threads=io_threads,
+            record=os.fspath(record) if isinstance(record, os.PathLike) else record,
         )
         self._number = next(_NUMBERS)
         self._sessions = SessionBook()
@@ -105,8 +119,9 @@ class CacheManager:
         failures = _Failures()
         self._chain = build_chain(self.config, policy, self._ledger, failures)
         self._context = Context(self.config, self._chain, self._ledger, self._sessions, self._number)
+        self._context.scorer = policy.scorer
         failures.context = self._context
-        self._finalizer = weakref.finalize(self, TierChain.close, self._chain)
+        self._finalizer = weakref.finalize(self, _close, self._chain, self._context)
         self._remotes: list[Remote] = []
         _LIVE.add(self)
 
@@ -123,12 +138,14 @@ class CacheManager:
         return cls(
             backend=config.backend,
             eviction_policy=make_policy(config.eviction_policy.name, **config.eviction_policy.options),
+            compression_policy=config.compression_policy,
             enable_metrics=config.enable_metrics,
             name=config.name,
             integrity=config.integrity,
             key_builder=config.key_builder,
             lease_max_age_s=config.lease_max_age_s,
             io_threads=config.io_threads,
+            record=config.record,
         )
 
     def __repr__(self) -> str:
@@ -148,6 +165,7 @@ class CacheManager:
                 f"{spec.block_tokens} tokens of {spec.dtype.value}; make both from the same model"
             )
         self._chain.open(spec)
+        self._context.begin_recording(spec.block_tokens)
         with self._context.guarded("note"):
             leave_notes(self.config.backend, identity)
         warm_up_in_background()
@@ -260,6 +278,7 @@ class CacheManager:
         return {
             "name": self.config.name,
             "open": self._chain.is_open,
+            "compression": "none",
             "tiers": [tier.state() for tier in self._chain.tiers],
             "leases": len(self._chain.leases),
             "sessions": self._sessions.rows(),
@@ -282,6 +301,11 @@ class CacheManager:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _close(chain: TierChain, context: Context) -> None:
+    chain.close()
+    context.end_recording()
 
 
 class _Failures:

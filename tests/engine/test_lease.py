@@ -91,3 +91,14 @@ def test_requests_share_what_they_hold(open_cache: Opener) -> None:
     assert cache.manager.evict(8) == 0
     cache.space.release("two")
     assert cache.manager.evict(8) == 4
+
+
+def test_a_request_holds_what_it_has_stored(open_cache: Opener) -> None:
+    """With its id given, a save makes new blocks part of the lease; without a lease it holds nothing."""
+    cache = open_cache(4)
+    cache.space.match(cache.space.chain(A), "r")
+    assert cache.save(A, request_id="r") == 4
+    assert cache.save(B) == 0
+    cache.space.release("r")
+    assert cache.save(B, request_id="ended long ago") == 4
+    assert cache.save(A) == 4

@@ -26,7 +26,7 @@ from ..memory.region import BlockPositions, Region
 from ..policy.base import NO_HINT, RequestHint
 from .fetch import Fetch
 from .flow import Flow, FlowSettings
-from .io import Lane, Ticket
+from .io import IOPool, Lane, Ticket
 from .lasting import LastingTier
 from .lease import LeaseBook
 from .ledger import MANAGER, Event, Ledger
@@ -46,6 +46,8 @@ class TierChain:
         The fastest first, unopened.
     on_error:
         Called with whatever a background job raised.
+    io:
+        Who runs background jobs; by default threads of its own.
     """
 
     def __init__(
@@ -56,11 +58,12 @@ class TierChain:
         ledger: Ledger,
         clock: Callable[[], float],
         on_error: Callable[[Exception], None],
+        io: IOPool | None = None,
     ) -> None:
         assert tiers, "a chain needs a tier"
         self.tiers = list(tiers)
         self.roots = roots
-        self.flow = Flow(self.tiers, settings, self.roots, on_error)
+        self.flow = Flow(self.tiers, settings, self.roots, on_error, io)
         self.ledger = ledger
         self.mover = Mover()
         self.leases = LeaseBook(settings.lease_max_age_s, clock, self._count_expired)
@@ -302,8 +305,12 @@ class TierChain:
         first: int,
         fidelity: Fidelity,
         hint: RequestHint,
+        request_id: str | None = None,
     ) -> int:
-        """Store blocks *first* .. of *chain*, which are at *positions* of the engine's tensors, where missing."""
+        """Store what is missing of the blocks *first* .. of *chain*, which are at *positions* of the engine's tensors.
+
+        The lease of *request_id* holds it too.
+        """
         plan = self.plan_save(chain, root, first, len(positions), region.tag, fidelity, hint)
         filled = 0
         try:
@@ -313,7 +320,7 @@ class TierChain:
                 self.mover.gather(self.tiers[0], plan.rows, region, part)
                 filled = len(plan.rows)
         finally:
-            self.finish_save(plan, filled, hint)
+            self.finish_save(plan, filled, hint, request_id)
         return filled
 
     def plan_save(
@@ -339,8 +346,8 @@ class TierChain:
             tier.count(Event.DUPLICATE, count - reservation.wanted)
         return SavePlan(reservation.first, reservation.rows)
 
-    def finish_save(self, plan: SavePlan, filled: int, hint: RequestHint) -> None:
-        """The leading *filled* rows of *plan* hold their blocks; the others are given back."""
+    def finish_save(self, plan: SavePlan, filled: int, hint: RequestHint, request_id: str | None = None) -> None:
+        """The leading *filled* rows of *plan* hold their blocks, the lease of *request_id* too; the rest go back."""
         tier = self.tiers[0]
         rows, rest = plan.rows[:filled], plan.rows[filled:]
         if len(rows):
@@ -348,9 +355,11 @@ class TierChain:
             tip = int(rows[-1])
             tier.index.pin(tip)
             tier.count(Event.STORED, tier.index.commit(rows, hint))
+            if request_id is not None:
+                self.leases.extend(request_id, tier, tip)
             self.flow.stored(0, tip)
         if len(rest):
-            tier.count(Event.DROPPED, tier.index.abort(rest), "copy_failed")
+            tier.abort(rest)
             tier.count(Event.NOT_STORED, len(rest), "copy_failed")
 
     def plan_load(self, match: Match, count: int) -> LoadPlan:

@@ -53,7 +53,12 @@ class Flow:
     """
 
     def __init__(
-        self, tiers: Sequence[Tier], settings: FlowSettings, roots: Roots, on_error: Callable[[Exception], None]
+        self,
+        tiers: Sequence[Tier],
+        settings: FlowSettings,
+        roots: Roots,
+        on_error: Callable[[Exception], None],
+        io: IOPool | None = None,
     ) -> None:
         self.tiers = tiers
         self.settings = settings
@@ -61,7 +66,9 @@ class Flow:
         self._demoting = [False] * len(tiers)
         self._transit: Transit | None = None
         self._fetchers: dict[int, Fetcher] = {}
-        self.io = IOPool(settings.io_threads, settings.max_pending_jobs, on_error)
+        self.io = io or IOPool(settings.io_threads, settings.max_pending_jobs, on_error)
+        for tier in tiers:
+            tier.policy.use_worker(self._in_background)
 
     def open(self, spec: BlockSpec) -> None:
         """Prepare for blocks of *spec*."""
@@ -109,6 +116,9 @@ class Flow:
         if len(hot) and below.index.rows_of(tier.index.keys[hot[-1:]])[0] < 0:
             tier.index.pin(int(hot[-1]))
             self._send_down(number, int(hot[-1]))
+
+    def _in_background(self, job: Callable[[], None]) -> bool:
+        return self.io.submit(Lane.STORE, job) is not None
 
     def settle(self) -> None:
         """Have stores let go, in the background, of what requests held until now."""
@@ -217,7 +227,9 @@ class Flow:
     def _demote(self, number: int) -> None:
         """Move the blocks that would leave first one tier down, until the tier is as empty as it should be."""
         self._demoting[number] = False
-        tier, below = self.tiers[number], self.tiers[number + 1]
+        tier = self.tiers[number]
+        lower = number + 1 if tier.swap_to is None else tier.swap_to
+        below = self.tiers[lower]
         surplus = tier.index.used - int(self.settings.demote_to * tier.index.capacity)
         if surplus <= 0:
             return
@@ -228,7 +240,7 @@ class Flow:
                 tip = int(missing[tier.index.depth[missing].argmax()])
                 tier.index.pin(tip)
                 covered = tier.index.stored_chain(tip, self.roots).rows
-                self._copy_chain(number, tip, number + 1, Event.DEMOTED)
+                self._copy_chain(number, tip, lower, Event.DEMOTED)
                 missing = missing[~np.isin(missing, covered) & (missing != tip)]
         except BaseException:  # the tier below is out of order: what it did not get stays here
             for row in rows.tolist():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
+from msgspec.structs import replace
 
 from ..block.envelope import Fidelity
 from ..policy.base import NO_HINT, EvictionPolicy, RequestHint
@@ -44,6 +45,7 @@ class Index(Tree):
             if len(found.rows):
                 self._pin(int(found.rows[-1]))
                 self.hits[as_slice(found.rows)] += 1
+                hint = replace(hint, total_blocks=chain.num_blocks, first_block=0, tip=-1)
                 self.policy.on_request(self._clock(), found.rows, len(found.rows), hint)
             return found
 
@@ -90,21 +92,25 @@ class Index(Tree):
         """
         end = min(first + count, chain.num_blocks)
         with self._lock:
+            expired = self._evict(self.policy.overdue(self._clock()))
             resident, in_the_way, possible = self._resident_run(chain, root, first, end, fidelity)
             start = max(first, len(resident))
             if len(resident) < first:
-                return Reservation(_NONE, start, 0, reason="parent_absent")
+                return Reservation(_NONE, start, 0, expired, reason="parent_absent")
             if start >= end:
-                return Reservation(_NONE, start, 0)
+                return Reservation(_NONE, start, 0, expired)
             replaced = self._doom(in_the_way) if len(in_the_way) else 0
             tip = int(resident[-1]) if len(resident) else root
-            rows, evicted, reason = self._allocate(possible - start, tip, hint)
+            hint = replace(hint, total_blocks=chain.num_blocks, first_block=start, tip=tip)
+            rows, evicted, reason = self._allocate(chain.keys[start:possible], tip, hint)
             placed = self._place(rows, chain, start) if len(rows) else rows
             if len(placed):
                 part = slice(start - first, start - first + len(placed))
                 self._attach(placed, chain, start, tip, _part(fidelity, part), _part(layout, part))
             if not reason and len(placed) < end - start:
                 reason = "key_repeats"
+            if len(expired):
+                evicted = np.concatenate((expired, evicted))
             return Reservation(placed, start, end - start, evicted, replaced, reason)
 
     def commit(self, rows: Rows, hint: RequestHint = NO_HINT) -> int:
@@ -118,6 +124,9 @@ class Index(Tree):
                 rows = rows[alive]
                 self.state[rows] = READY
             if len(rows):
+                first, above = int(self.depth[rows[0]]), self._parent_at[rows[0]]
+                total = max(hint.total_blocks, first + len(rows))
+                hint = replace(hint, total_blocks=total, first_block=first, tip=max(above, -1))
                 self.policy.on_request(self._clock(), rows, 0, hint)
                 self._offer(int(rows[-1]))  # each of the others has the next as its child
             return len(rows)
@@ -223,9 +232,9 @@ class Index(Tree):
             return int(dropped.argmax()) if dropped.any() else len(rows)
 
     def select_victims(self, count: int) -> Rows:
-        """Pin up to *count* rows that the policy would let leave first; :meth:`remove_selected` ends that."""
+        """Pin the *count* rows, or more, that the policy would move down first; :meth:`remove_selected` ends that."""
         with self._lock:
-            rows = np.array(self.policy.victims(count, self._unlink), np.int32)
+            rows = np.array(self.policy.swap_victims(count, self._unlinker), np.int32)
             for row in rows.tolist():
                 self._pins_at[row] += 1
                 parent = self._parent_at[row]
@@ -304,15 +313,18 @@ class Index(Tree):
         changed = self.generation[as_slice(rows)] != memo[3][:limit]
         return rows[: int(changed.argmax())] if changed.any() else rows
 
-    def _allocate(self, count: int, tip: int, hint: RequestHint) -> tuple[Rows, Keys, str]:
-        evicted, reason = NO_KEYS, ""
-        if count > self._num_free:
-            admitted = self._num_free + self.policy.admit(count - self._num_free, hint)
-            if admitted < count:
-                count, reason = admitted, "not_admitted"
+    def _allocate(self, keys: Keys, tip: int, hint: RequestHint) -> tuple[Rows, Keys, str]:
+        """Rows for the blocks of *keys*, as many leading ones as can and should have one."""
+        count, evicted, reason = len(keys), NO_KEYS, ""
+        free = self._num_free
+        if count > free:
             if tip >= 0:
                 self._pin(tip)
-            evicted = self._evict(count - self._num_free)
+            hint = replace(hint, first_block=hint.first_block + free)
+            admitted, leaving = self.policy.make_room(self._clock(), keys[free:], hint, self._unlinker)
+            evicted = self._let_go(leaving)
+            if admitted < count - free:
+                count, reason = free + admitted, "not_admitted"
             if count > self._num_free:
                 count, reason = self._num_free, "full"
             if tip >= 0:

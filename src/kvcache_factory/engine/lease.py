@@ -55,14 +55,25 @@ class LeaseBook:
         self.expire()
         return lease.number
 
+    def extend(self, request_id: str, tier: Tier, row: int) -> bool:
+        """Let a request hold *row*, the end of a chain that it has stored, too; False when it has no lease."""
+        tier.index.pin(row)
+        with self._lock:
+            lease = self._leases.get(request_id)
+            if lease is not None:
+                lease.pins.append((tier, row))
+        if lease is None:
+            tier.index.unpin(row)
+        return lease is not None
+
     def release(self, request_id: str, output_tokens: int = 0) -> bool:
         """Give the lease of a request, which generated *output_tokens*, back; False when it has none (any more)."""
         with self._lock:
             lease = self._leases.pop(request_id, None)
             if lease is None:
                 return False
-            pins = list(lease.pins)
-        for tier, row in pins:
+            ends = {id(tier): (tier, row) for tier, row in lease.pins}  # the last of each tier ends the longest chain
+        for tier, row in ends.values():
             tier.index.finish(row, output_tokens)
         self._close(lease)
         return True

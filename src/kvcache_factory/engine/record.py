@@ -197,5 +197,6 @@ def compare(tree: Tree, rows: Rows, above: int, ready: bool, worst: int, extras:
     if not len(rows):
         return 0, AGREES
     columns = (tree.parent, tree.state, tree.fidelity, tree.extras_words, tree.tokens)
-    run: int = _compare(*columns, rows, above, ready, worst, extras.view(np.int64), tokens)
+    # An enum would make the compiled kernel look its type up anew, which takes longer than the comparison.
+    run: int = _compare(*columns, rows, above, ready, int(worst), extras.view(np.int64), tokens)
     return divmod(run, _VERDICTS)

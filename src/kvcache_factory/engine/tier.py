@@ -68,6 +68,8 @@ class Tier:
         self._clock = clock
         self.ingestion = Ingestion.ALL
         self.hot_hits = 2
+        self.swap_to: int | None = None
+        """Number of the tier to which what leaves by policy is moved; None: the next."""
         self.codec: ImageCodec | None = None
         self.spec: BlockSpec | None = None
         self._index: Index | None = None
@@ -75,7 +77,8 @@ class Tier:
 
     def open(self, spec: BlockSpec) -> None:
         """Allocate slots and index for blocks of *spec*; CapacityError when not one block fits."""
-        per_row = self.store.slot_bytes(spec) + Index.bytes_per_row(spec.block_tokens)
+        books = Index.bytes_per_row(spec.block_tokens) + self.policy.bytes_per_row
+        per_row = self.store.slot_bytes(spec) + books
         rows = min(self.budget_bytes // per_row, np.iinfo(np.int32).max)
         if rows < 1:
             raise CapacityError(

@@ -17,10 +17,13 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from ..policy.base import EvictionPolicy
+from ..jit import kernel
+from ..policy.base import EvictionPolicy, TreeColumns
 from .table import Keys, KeyTable, Rows
 
 FREE, PENDING, READY, DOOMED = 0, 1, 2, 3
@@ -28,6 +31,50 @@ FREE, PENDING, READY, DOOMED = 0, 1, 2, 3
 
 NO_KEYS: Keys = np.empty((0, 2), np.uint64)
 _NUMBERS = itertools.count()
+
+
+@kernel("i8(i4[::1], i4[::1], i4[::1], u1[::1], i8[::1], i8, i8, i4[::1])")
+def _unlink_run(parent: Any, children: Any, pins: Any, state: Any, stamps: Any, row: Any, most: Any, out: Any) -> int:
+    """As :meth:`Unlinker.run`; the rows go to *out*, and behind them the parent that can leave now, or -1."""
+    count = 0
+    while True:
+        out[count] = row
+        count += 1
+        above = parent[row]
+        if above >= 0:
+            children[above] -= 1
+            if state[above] != READY or children[above] != 0 or pins[above] != 0:
+                above = -1
+        if above < 0 or count >= most or stamps[above] > stamps[row]:
+            out[count] = above
+            return count
+        row = above
+
+
+class Unlinker:
+    """Takes leaves out of a tree for a policy: one by one, or a run of one chain in one step."""
+
+    def __init__(self, tree: Tree) -> None:
+        self._tree = tree
+        self.columns = TreeColumns(tree.parent, tree.children, tree.pins, tree.state)
+        """For a policy's own compiled loop."""
+        self._out: Rows = np.empty(64, np.int32)
+
+    def __call__(self, row: int) -> int:
+        """Take *row* out; returns its parent if that can leave now, else -1."""
+        return self._tree._unlink(row)
+
+    def run(self, row: int, stamps: npt.NDArray[np.int64], most: int) -> tuple[list[int], int]:
+        """Take out *row* and then what it hangs from, up to *most* rows, while each can leave and is stamped no later.
+
+        Returns these rows, and the parent of the last if it can leave now, else -1.
+        """
+        if most >= len(self._out):
+            self._out = np.empty(2 * most, np.int32)
+        tree, out = self._tree, self._out
+        count = _unlink_run(tree.parent, tree.children, tree.pins, tree.state, stamps, row, most, out)
+        *rows, above = out[: count + 1].tolist()
+        return rows, above
 
 
 class Tree:
@@ -82,11 +129,14 @@ class Tree:
         self.wipe = np.zeros(rows, np.bool_)
         self._parent_at, self._children_at = memoryview(self.parent), memoryview(self.children)
         self._pins_at, self._state_at = memoryview(self.pins), memoryview(self.state)
+        self._unlinker = Unlinker(self)
         self._table = KeyTable(self.keys)
         self._free: Rows = np.arange(rows - 1, -1, -1, dtype=np.int32)
         self._num_free = rows
         self._live = 0
-        policy.bind(rows)
+        column = self.keys.view()
+        column.flags.writeable = False
+        policy.bind(rows, column)
 
     @property
     def used(self) -> int:
@@ -133,7 +183,7 @@ class Tree:
     def _evict(self, count: int) -> Keys:
         if count <= 0:
             return NO_KEYS
-        return self._let_go(self.policy.victims(count, self._unlink))
+        return self._let_go(self.policy.victims(count, self._unlinker))
 
     def _offer_parent(self, row: int) -> None:
         parent = self._unlink(row)

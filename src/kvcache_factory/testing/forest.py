@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 
-from ..policy.base import NO_HINT, EvictionPolicy, RequestHint, Rows
+from ..policy.base import NO_HINT, EvictionPolicy, Keys, RequestHint, Rows
 
 
 class Forest:
@@ -19,9 +20,14 @@ class Forest:
         self.capacity = capacity
         self.parent: dict[int, int] = {}
         self.pins: dict[int, int] = {}
+        self.departed: list[int] = []
         self.now = 0.0
         self._free = list(range(capacity - 1, -1, -1))
-        policy.bind(capacity)
+        self._keys = np.zeros((capacity, 2), np.uint64)
+        self._next_key = 1
+        column = self._keys.view()
+        column.flags.writeable = False
+        policy.bind(capacity, column)
 
     # -- what is so ---------------------------------------------------------------------------------------------------
 
@@ -62,6 +68,13 @@ class Forest:
             row = self.parent[row]
         return np.array(found[::-1], np.int32)
 
+    def new_keys(self, count: int) -> Keys:
+        """Keys ``[count, 2]`` that were not there before."""
+        first = self._next_key
+        self._next_key += count
+        words = np.arange(first, first + count, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+        return np.stack((words, words >> np.uint64(7)), axis=1)
+
     # -- what happens -------------------------------------------------------------------------------------------------
 
     def tick(self, seconds: float = 1.0) -> None:
@@ -73,12 +86,15 @@ class Forest:
         rows = [self._free.pop() for _ in range(min(count, len(self._free)))]
         if not rows:
             return np.empty(0, np.int32)
+        self._keys[rows] = self.new_keys(len(rows))
         for row in rows:
             self.parent[row], self.pins[row] = tip, 0
             tip = row
         above = self.parent[rows[0]]
         if above >= 0 and len(self.children(above)) == 1:
             self.policy.on_evictable(above, False)
+        depth = len(self.chain(above))
+        hint = msgspec.structs.replace(hint, tip=above, first_block=depth, total_blocks=depth + len(rows))
         self.policy.on_request(self.now, np.array(rows, np.int32), 0, hint)
         self._offer(rows[-1])
         return np.array(rows, np.int32)
@@ -87,6 +103,7 @@ class Forest:
         """A request hits the chain that ends in *row*, pins it, and gives it back."""
         self.pin(row)
         found = self.chain(row)
+        hint = msgspec.structs.replace(hint, total_blocks=len(found))
         self.policy.on_request(self.now, found, len(found), hint)
         self.policy.on_finish(found, 1)
         self.unpin(row)
@@ -117,21 +134,25 @@ class Forest:
     def evict(self, count: int) -> list[int]:
         """Ask the policy for up to *count* victims, and check each."""
         possible = min(count, self.removable)
-        left: list[int] = []
-
-        def unlink(row: int) -> int:
-            assert row in self.parent, f"row {row} is a victim, but holds no block"
-            assert not self.pins[row], f"row {row} is a victim, but is leased"
-            assert not self.children(row), f"row {row} is a victim before its children"
-            left.append(row)
-            above = self.parent[row]
-            self._remove(row)
-            return above if above >= 0 and self.can_leave(above) else -1
-
-        victims = self.policy.victims(count, unlink)
-        assert victims == left, "victims() must unlink exactly what it returns, in that order"
+        self.departed = []
+        victims = self.policy.victims(count, self._unlink)
+        assert victims == self.departed, "victims() must unlink exactly what it returns, in that order"
         assert len(victims) == possible, f"{possible} of {count} rows could leave, the policy named {len(victims)}"
         return victims
+
+    def make_room(self, count: int, hint: RequestHint = NO_HINT) -> tuple[int, list[int]]:
+        """Ask the policy to weigh *count* new blocks against those that would leave for them."""
+        self.departed = []
+        return self.policy.make_room(self.now, self.new_keys(count), hint, self._unlink)
+
+    def _unlink(self, row: int) -> int:
+        assert row in self.parent, f"row {row} is a victim, but holds no block"
+        assert not self.pins[row], f"row {row} is a victim, but is leased"
+        assert not self.children(row), f"row {row} is a victim before its children"
+        self.departed.append(row)
+        above = self.parent[row]
+        self._remove(row)
+        return above if above >= 0 and self.can_leave(above) else -1
 
     def _offer(self, row: int) -> None:
         if self.can_leave(row):

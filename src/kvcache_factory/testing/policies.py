@@ -126,10 +126,21 @@ class PolicyTests(ABC):
     def test_admission_is_between_none_and_all(self) -> None:
         """admit() says how many of the new blocks are worth evicting others for."""
         policy = self.make_policy()
-        Forest(policy, 4).grow(-1, 4)
+        forest = Forest(policy, 4)
+        forest.grow(-1, 4)
         for count in (1, 5, 1000):
             for hint in HINTS:
-                assert 0 <= policy.admit(count, hint) <= count
+                assert 0 <= policy.admit(forest.now, forest.new_keys(count), hint) <= count
+
+    def test_room_is_made_for_what_is_admitted(self) -> None:
+        """Nobody leaves for a block that does not come: there are at most as many victims as admitted blocks."""
+        for count in (1, 3, 9):
+            forest = Forest(self.make_policy(), 4)
+            forest.grow(-1, 4)
+            admitted, left = forest.make_room(count)
+            assert 0 <= admitted <= count
+            assert left == forest.departed
+            assert len(left) == min(admitted, 4)
 
     def test_time_may_stand_still_or_go_back(self) -> None:
         """Clocks are injected and need not be good; a policy still finds every victim."""
@@ -217,7 +228,7 @@ def busy(forest: Forest, turns: int) -> None:
 def victim_lines(policy: EvictionPolicy, leased: int) -> int:
     """Lines of Python that run while 16 of 64 free rows leave beside *leased* leased ones."""
     rows = np.arange(leased + 64, dtype=np.int32)
-    policy.bind(len(rows))
+    policy.bind(len(rows), np.arange(2 * len(rows), dtype=np.uint64).reshape(-1, 2))
     for row in rows.tolist():
         policy.on_request(float(row), rows[row : row + 1], 0, HINTS[0])
         policy.on_evictable(row, True)

@@ -188,7 +188,7 @@ class TransformersCacheAdapter(CacheAdapter):
                 sequences = output if isinstance(output, torch.Tensor) else output.sequences
                 generated = max(int(sequences.shape[1]) - request.call.ids.shape[1], 0)
                 if self._still_current(request):
-                    self._count(saved_blocks=request.save(sequences.detach().cpu().numpy()))
+                    self._count(saved_blocks=request.save(sequences.detach().cpu().numpy(), generated))
             return output, request
         finally:
             with self._guard("releasing"):

@@ -73,7 +73,7 @@ class Request:
             if any(wanted > row.pad for row in self.rows):
                 self._load(wanted)
 
-    def save(self, sequences: npt.NDArray[np.int64]) -> int:
+    def save(self, sequences: npt.NDArray[np.int64], output_tokens: int = 0) -> int:
         """Store what the cache holds of *sequences* [batch × expand, length]; returns how many blocks were new."""
         layers = self.cache.layers
         length = int(layers[0].keys.shape[2])
@@ -87,7 +87,14 @@ class Request:
             starts = np.arange(row.stored, row.chain.num_blocks) * self.space.block_tokens + row.pad
             if len(starts):
                 positions = region.positions(i, starts)
-                saved += self.space.save(row.chain, region, positions, first=row.stored, reuse_hint=self.reuse_hint)
+                saved += self.space.save(
+                    row.chain,
+                    region,
+                    positions,
+                    first=row.stored,
+                    reuse_hint=self.reuse_hint,
+                    output_tokens=output_tokens,
+                )
         return saved
 
     def close(self, output_tokens: int = 0) -> None:

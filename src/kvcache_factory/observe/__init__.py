@@ -1,0 +1,1 @@
+"""Sinks for what happens in a manager."""
