@@ -70,8 +70,10 @@ class DiskBackend(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="
     """Encrypt with the key in the environment variable of this name."""
 
     def __post_init__(self) -> None:
+        if self.size_gb is None:
+            raise CapacityError("DiskBackend(size_gb=None): a directory has no default size; give one in GiB above 0")
         _check_size("DiskBackend", self.size_gb)
-        if not isinstance(self.path, (str, os.PathLike)) or not str(self.path):
+        if not isinstance(self.path, (str, os.PathLike)) or not str(self.path) or "\0" in str(self.path):
             raise ConfigError(f"DiskBackend(path={self.path!r}): give the path of a directory")
         msgspec.structs.force_setattr(self, "path", os.fspath(self.path))
         if not isinstance(self.segment_mb, int) or not 1 <= self.segment_mb <= 4096:
@@ -138,6 +140,9 @@ class HierarchicalBackend(msgspec.Struct, frozen=True, forbid_unknown_fields=Tru
                 )
         if isinstance(self.levels[0], DiskBackend):
             raise ConfigError("HierarchicalBackend: a DiskBackend cannot be the first level; put a CPUBackend first")
+        paths = [os.path.realpath(level.path) for level in self.levels if isinstance(level, DiskBackend)]
+        if len(set(paths)) < len(paths):
+            raise ConfigError("HierarchicalBackend: two levels name the same directory; give each one of its own")
         if not 0 < self.demote_to <= self.demote_at <= 1:
             raise ConfigError(
                 f"HierarchicalBackend: 0 < demote_to <= demote_at <= 1 does not hold for demote_to={self.demote_to}, "

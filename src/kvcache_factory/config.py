@@ -50,6 +50,8 @@ class ManagerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     def __post_init__(self) -> None:
         if self.integrity not in ("off", "sample", "full"):
             raise ConfigError(f"integrity={self.integrity!r}: use 'off', 'sample' or 'full'")
+        if not isinstance(self.name, str) or not self.name:
+            raise ConfigError(f"name={self.name!r}: give a non-empty string")
         if self.key_builder not in KEY_BUILDERS:
             raise ConfigError(f"key_builder={self.key_builder!r}: use one of {', '.join(KEY_BUILDERS)}")
         if not self.lease_max_age_s > 0:

@@ -230,7 +230,8 @@ class CacheManager:
         """
         known = isinstance(session_id, str) and session_id in self._sessions
         # Called from __del__ too, in the middle of anything, and at exit, where half of the world may be gone.
-        self._context.soon(partial(self._end_session, session_id, purge))
+        if known:
+            self._context.soon(partial(self._end_session, session_id, purge))
         return known
 
     def _end_session(self, session_id: str, purge: bool) -> None:

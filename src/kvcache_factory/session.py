@@ -87,7 +87,7 @@ class SessionBook:
 
     def get(self, session_id: str) -> Session:
         """The session of this id; UnknownSessionError when there is none."""
-        session = self._sessions.get(session_id)
+        session = self._sessions.get(session_id) if isinstance(session_id, str) else None
         if session is None:
             raise UnknownSessionError(f"there is no session {session_id!r}; call create_session({session_id!r}) first")
         return session

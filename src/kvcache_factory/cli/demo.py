@@ -62,6 +62,8 @@ def demo(
             raise click.UsageError("--plot draws the turns of a conversation; leave it out with --cross-engine")
         _exchange(dtype, max_new_tokens, vllm_python, as_json)
         return
+    if plot is not None and not plot.absolute().parent.is_dir():
+        raise click.UsageError(f"--plot {plot}: there is no directory {plot.absolute().parent}; make it first")
     from ..demo.run import run_demo, summarise
 
     with progress_bar("demo") as progress:

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from ..block.spec import BlockSpec
 from ..codec.base import UNREADABLE_HERE, ImageCodec
-from ..errors import StoreError
+from ..errors import CapacityError, StoreError
 from ..policy.base import NO_HINT, EvictionPolicy, RequestHint
 from ..store.base import Entries, LastingStore, SlotMemory
 from .index import Index
@@ -169,7 +169,13 @@ class LastingTier(Tier):
         self.spec = spec
         self.store.open(spec, 0)
         entries = self.store.scan()
-        index = LastingIndex(self._rows_for(len(entries)), self.policy, self._clock)
+        try:
+            index = LastingIndex(self._rows_for(len(entries)), self.policy, self._clock)
+        except (MemoryError, ValueError, OverflowError) as error:
+            raise CapacityError(
+                f"tier {self.name!r} of {self.budget_bytes:,} bytes needs an index larger than memory; give the disk a "
+                "smaller size_gb"
+            ) from error
         self._index = index
         self._enter(index, entries)
 

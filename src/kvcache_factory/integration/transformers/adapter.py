@@ -80,6 +80,10 @@ class TransformersCacheAdapter(CacheAdapter):
         Raises LayoutError, naming layers and reason, for a model whose KV cannot be restored exactly, ConfigError when
         the model is attached already, and what ``manager.register`` raises.
         """
+        if not callable(getattr(model, "generate", None)):
+            raise ConfigError(f"attach(model={model!r:.60}): give a Transformers model, which has `generate`")
+        if not callable(getattr(manager, "register", None)):
+            raise ConfigError(f"attach(manager={manager!r:.60}): give a CacheManager")
         check_free(model)
         options = {
             "model_id": model_id,
