@@ -22,6 +22,7 @@ TABLES = {
         "Put and get of blocks on disk against fio.",
         "Wall time, four threads, ratio to fio psync with four jobs where fio is installed, else to a probe.",
     ),
+    "policy": ("Cost of eviction policies.", "CPU time a block that is asked for, in a full index, and bytes a row."),
     "index": ("Memory and eviction of the index.", "Bytes a block, and eviction with half of the entries leased."),
 }
 OPTIONS = {

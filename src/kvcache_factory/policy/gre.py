@@ -10,10 +10,9 @@ import numpy.typing as npt
 from ..errors import ConfigError
 from .base import NO_TREE, Action, EvictionPolicy, Keys, RequestHint, Rows, Target, TreeColumns, Unlink, columns_of
 from .ghosts import Ghosts
-from .hazard import BUCKETS, CLASSES, NUMBER, index_table
+from .hazard import BUCKETS, CLASSES, EDGES, NUMBER, index_table
 from .spells import (
     COLUMNS,
-    EDGES,
     GAP,
     GHOST_COLUMNS,
     LAST,
@@ -48,7 +47,7 @@ class GREEvictionPolicy(EvictionPolicy):
     Parameters
     ----------
     ghost_ratio:
-        Blocks that are remembered after they left, in multiples of the rows: 1 to 4.
+        Blocks that are remembered after they left, in multiples of the rows, up to 4; 0: none, else 32,768 at least.
     seed:
         Start of the random numbers.
     """
@@ -78,7 +77,9 @@ class GREEvictionPolicy(EvictionPolicy):
         self._keys = keys
         self._book = np.zeros((rows, COLUMNS))
         self._worth = np.full((rows, 3), -1.0)
-        self._ghosts = Ghosts(int(rows * self.ghost_ratio), GHOST_COLUMNS)
+        # As many as there are spells, at least: a forgotten ghost's spell never ends, and its class looks unused.
+        ghosts = max(int(rows * self.ghost_ratio), RING) if self.ghost_ratio else 0
+        self._ghosts = Ghosts(ghosts, GHOST_COLUMNS)
         self._ring = np.zeros((RING, 5))
         self._ring[:, NUMBER] = -1
         # A flat table: before anything is learned, ties let the least recently used leave.
@@ -188,7 +189,9 @@ class GREEvictionPolicy(EvictionPolicy):
         if self._rebuilding or self._now - self._rebuilt_at < REBUILD_AFTER_S:
             return
         self._rebuilding, self._rebuilt_at = True, self._now
-        spells, now, epoch = self._ring[: self._state_at[SPELLS]].copy(), self._now, self._table[1] + 1
+        count, now, epoch = self._state_at[SPELLS], self._now, self._table[1] + 1
+        oldest = count % RING if count > RING else 0
+        spells = np.concatenate((self._ring[oldest:count], self._ring[:oldest]))
 
         def learn() -> None:
             try:

@@ -7,7 +7,6 @@ the chance of a use within the horizon to the time that the block is kept for it
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
@@ -28,39 +27,57 @@ KAPPA, KAPPA_COARSE = 30.0, 20.0
 """Weight, in spells, of the coarser class's hazard in a class's own, and of the overall hazard in a coarse class's."""
 
 START, END, CLASS, WEIGHT, NUMBER = range(5)
-"""Columns of the ring of spells; END is -1 while a spell lasts, NUMBER -1 where there is none."""
+"""Columns of the ring of spells.  END is the age bucket of the use that ended the spell, -1 while it lasts."""
 
 Table = npt.NDArray[np.float64]
-_LOG_GROWTH = math.log(GROWTH)
-_WIDTHS = np.diff(np.concatenate(([0.0], FIRST_EDGE_S * GROWTH ** np.arange(BUCKETS))))
+EDGES = np.append(FIRST_EDGE_S * GROWTH ** np.arange(BUCKETS - 1), np.inf)
+"""Upper edges of the age buckets in seconds."""
+_WIDTHS = np.diff(FIRST_EDGE_S * GROWTH ** np.arange(BUCKETS), prepend=0.0)
 
 
-def _count_numpy(ring: Any, now: float, used: Any, risk: Any) -> None:
-    spells = ring[ring[:, NUMBER] >= 0]
-    ended = spells[:, END] >= 0
-    age = np.where(ended, spells[:, END], now) - spells[:, START]
-    bucket = 1 + np.floor(np.log(np.maximum(age, FIRST_EDGE_S) / FIRST_EDGE_S) / _LOG_GROWTH)
-    bucket = np.where(age < FIRST_EDGE_S, 0, np.minimum(bucket, BUCKETS - 1)).astype(np.int64)
-    classes, weight = spells[:, CLASS].astype(np.int64), spells[:, WEIGHT]
+def _count_numpy(ring: Any, now: float, edges: Any, used: Any, risk: Any, used_coarse: Any, risk_coarse: Any) -> None:
+    ended = ring[:, END] >= 0
+    bucket = np.where(ended, ring[:, END], np.searchsorted(edges, now - ring[:, START], side="right"))
+    bucket = np.minimum(bucket, BUCKETS - 1).astype(np.int64)
+    classes, weight = ring[:, CLASS].astype(np.int64), ring[:, WEIGHT]
     np.add.at(used, (classes[ended], bucket[ended]), weight[ended])
     np.add.at(risk, (classes, bucket), weight)
+    risk[:] = risk[:, ::-1].cumsum(axis=1)[:, ::-1]
+    used_coarse[:] = used.reshape(COARSE, FINE, BUCKETS).sum(axis=1)
+    risk_coarse[:] = risk.reshape(COARSE, FINE, BUCKETS).sum(axis=1)
 
 
-@kernel("void(f8[:,::1], f8, f8[:,::1], f8[:,::1])", fallback=_count_numpy)
-def _count(ring: Any, now: Any, used: Any, risk: Any) -> None:
-    """Weights of spells by class and age: of those that ended with a use, and of all."""
+@kernel(
+    "void(f8[:,::1], f8, f8[::1], f8[:,::1], f8[:,::1], f8[:,::1], f8[:,::1])",
+    fallback=_count_numpy,
+)
+def _count(ring: Any, now: Any, edges: Any, used: Any, risk: Any, used_coarse: Any, risk_coarse: Any) -> None:
+    """Weights of spells by class and age: of those that ended with a use there, and of those that came that far."""
+    last = len(edges) - 1
+    at = 0
     for i in range(len(ring)):
-        if ring[i, 4] < 0:
-            continue
-        lasts = ring[i, 1] < 0
-        age = (now if lasts else ring[i, 1]) - ring[i, 0]
-        bucket = 0
-        if age >= 2.0:
-            bucket = min(1 + int(math.log(age / 2.0) / 0.3364722366212129), 27)
-        cls = int(ring[i, 2])
-        risk[cls, bucket] += ring[i, 3]
-        if not lasts:
-            used[cls, bucket] += ring[i, 3]
+        bucket = int(ring[i, 1])
+        if bucket < 0:
+            # Spells lie in the order of their beginnings: the bucket of the one before is near.
+            age = now - ring[i, 0]
+            while at < last and age >= edges[at]:
+                at += 1
+            while at > 0 and age < edges[at - 1]:
+                at -= 1
+            bucket = at
+        else:
+            used[int(ring[i, 2]), bucket] += ring[i, 3]
+        risk[int(ring[i, 2]), bucket] += ring[i, 3]
+    fine = len(used) // len(used_coarse)
+    for c in range(len(used)):
+        above = 0.0
+        for bucket in range(last, -1, -1):
+            above += risk[c, bucket]
+            risk[c, bucket] = above
+        if above > 0:
+            for bucket in range(last + 1):
+                used_coarse[c // fine, bucket] += used[c, bucket]
+                risk_coarse[c // fine, bucket] += risk[c, bucket]
 
 
 def _gittins_numpy(hazard: Any, widths: Any, out: Any) -> None:
@@ -98,12 +115,10 @@ def _smooth(values: Table) -> Table:
 
 
 def index_table(ring: Table, now: float) -> Table:
-    """Gittins index ``[CLASSES, BUCKETS]`` in hits per second, learned from the spells in *ring*."""
+    """Gittins index ``[CLASSES, BUCKETS]`` in hits per second, learned from the spells in *ring*, the oldest first."""
     used, risk = np.zeros((CLASSES, BUCKETS)), np.zeros((CLASSES, BUCKETS))
-    _count(ring, now, used, risk)
-    risk = np.ascontiguousarray(risk[:, ::-1].cumsum(axis=1)[:, ::-1])
-    used_coarse = used.reshape(COARSE, FINE, BUCKETS).sum(axis=1)
-    risk_coarse = risk.reshape(COARSE, FINE, BUCKETS).sum(axis=1)
+    used_coarse, risk_coarse = np.zeros((COARSE, BUCKETS)), np.zeros((COARSE, BUCKETS))
+    _count(ring, now, EDGES, used, risk, used_coarse, risk_coarse)
     used_all, risk_all = _smooth(used_coarse.sum(axis=0)[None]), _smooth(risk_coarse.sum(axis=0)[None])
     overall = (used_all + 0.02) / (risk_all + 1)
     coarse = (_smooth(used_coarse) + KAPPA_COARSE * overall) / (_smooth(risk_coarse) + KAPPA_COARSE)

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 
 from ..jit import kernel
-from .hazard import BUCKETS, FIRST_EDGE_S, GROWTH
 
 AGAIN, GAP, LAST, OPEN, CLASS, DEPTH = range(6)
 COLUMNS, GHOST_COLUMNS = 6, 4
@@ -22,8 +21,6 @@ LEAVES, RANDOM, SPELLS, REFUSED = range(4)
 """State: leaves, state of the random numbers, spells so far, whether a newcomer was refused."""
 
 SAMPLE = 64
-EDGES = np.append(FIRST_EDGE_S * GROWTH ** np.arange(BUCKETS - 1), np.inf)
-"""Upper edges of the age buckets in seconds."""
 
 # The loops draw random numbers from a 48-bit congruence (that of drand48), which gives the same numbers in compiled
 # code and in Python.  What a leaf is worth changes when it comes into the next age bucket, is used, or the table is
@@ -61,7 +58,11 @@ def touch(
         if known:
             spell = int(book[row, 3])
             if spell >= 0 and ring[spell % slots, 4] == spell:
-                ring[spell % slots, 1] = now
+                age = now - ring[spell % slots, 0]
+                bucket = 0
+                if age >= 2.0:
+                    bucket = min(1 + int(math.log(age / 2.0) / 0.3364722366212129), 27)
+                ring[spell % slots, 1] = bucket
             book[row, 0] += 1
             book[row, 1] = now - book[row, 2]
         else:
