@@ -32,15 +32,7 @@ def gather(
     *payload_offset*: bytes from the start of a slot to its payload.  Raises LayoutError for positions out of range and
     for an order that such blocks cannot have.
     """
-    if _staged(region, slab, tag):
-        _by_reordering(region, positions, slab, slots, payload_offset, tag, into_slots=True)
-    elif not region.on_host and launch.serves(region.device):
-        _by_kernel(region, positions, slab, slots, payload_offset, tag, into_slots=True)
-    elif region.on_host and slab.device == "cpu":
-        inside, outside, size = descriptors(region, positions, slab, slots, payload_offset, tag)
-        copy_batch(inside, outside, size)
-    else:
-        _by_torch(region, positions, slab, slots, payload_offset, tag, into_slots=True)
+    _move(region, positions, slab, slots, payload_offset, tag, into_slots=True)
 
 
 def scatter(
@@ -52,15 +44,32 @@ def scatter(
     """
     if not region.writable:
         raise LayoutError("the tensors are expanded: several elements share memory; call .contiguous() before loading")
+    _move(region, positions, slab, slots, payload_offset, tag, into_slots=False)
+
+
+def _move(
+    region: Region,
+    positions: BlockPositions,
+    slab: AnySlab,
+    slots: npt.ArrayLike,
+    payload_offset: int,
+    tag: Layout,
+    *,
+    into_slots: bool,
+) -> None:
+    """Choose the way between these tensors and these slots; it is the same in both directions."""
     if _staged(region, slab, tag):
-        _by_reordering(region, positions, slab, slots, payload_offset, tag, into_slots=False)
+        way = _by_reordering
     elif not region.on_host and launch.serves(region.device):
-        _by_kernel(region, positions, slab, slots, payload_offset, tag, into_slots=False)
+        way = _by_kernel
     elif region.on_host and slab.device == "cpu":
         inside, outside, size = descriptors(region, positions, slab, slots, payload_offset, tag)
-        copy_batch(outside, inside, size)
+        target, source = (inside, outside) if into_slots else (outside, inside)
+        copy_batch(target, source, size)
+        return
     else:
-        _by_torch(region, positions, slab, slots, payload_offset, tag, into_slots=False)
+        way = _by_torch
+    way(region, positions, slab, slots, payload_offset, tag, into_slots=into_slots)
 
 
 def descriptors(
