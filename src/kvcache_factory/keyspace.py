@@ -189,7 +189,8 @@ class KeySpace:
             hint = RequestHint(reuse=reuse_hint, total_blocks=chain.num_blocks, session=owner or "")
             if context.chain.is_open:
                 self._require(chain)
-                match = context.chain.finding.match(chain, self.root, request_id, limit, Fidelity.EXACT, hint)
+                finding = context.chain.finding
+                match = finding.match(chain, self.root, request_id, limit, finding.worst, hint)
         self._charge(session, chain, match.blocks, used=True)
         if context.recorder is not None:
             with context.guarded("record"):

@@ -90,11 +90,11 @@ def test_configurations_of_all_of_it_make_the_trip_through_data(tmp_path: Any) -
     )
     again = CacheManager.from_config(manager.to_config())
     assert again.to_config() == manager.to_config()
-    assert again.state()["compression"] == "none"
+    assert again.state()["compression"] == "int8"
 
 
 def test_compression_is_a_registered_name() -> None:
-    """An unknown method is refused; a known one is kept, and not applied."""
+    """An unknown method is refused, and so is what is no policy."""
     with pytest.raises(ConfigError, match="int8"):
         CompressionPolicy(method="int3")
     with pytest.raises(ConfigError, match="CompressionPolicy"):

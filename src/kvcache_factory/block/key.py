@@ -142,6 +142,8 @@ class KeyChain:
         self.identity = identity
         self.builder = builder
         self.memo: dict[int, object] = {}
+        self.found_fidelity = 0
+        """The worst fidelity of what was found of it: what is computed behind that is no better."""
         """Free for indexes: what one remembers of its last match, by its own number.  Emptied when blocks change."""
         self.root = root_key(identity, builder)
         """16 bytes: the key before the first block."""

@@ -38,8 +38,8 @@ def calibrate(
 
     More tokens than the widest group of layers has channels (some 1,200) are needed; 12,000 are good.
     """
-    from ..codec.calibration import load
-    from ..quality.calibrate import make_table, tables_directory
+    from ..codec.calibration import load, tables_directory
+    from ..quality.calibrate import make_table
     from ..quality.run import load_reader
 
     try:

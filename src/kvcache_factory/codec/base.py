@@ -28,13 +28,16 @@ CIPHERS = frozenset({AES_GCM})
 NO_KEY = "no_key"
 WRONG_KEY = "wrong_key"
 NOT_AUTHENTIC = "not_authentic"
-UNREADABLE_HERE = frozenset({NO_KEY, WRONG_KEY})
-"""Reasons that say nothing against the image: somebody else can read it."""
-
 NOT_FINITE = "not_finite"
 BOUND_EXCEEDED = "bound_exceeded"
 DOES_NOT_PAY = "does_not_pay"
-"""Reasons why a payload stays as it is: NaN or infinity, an error above what the codec declares, nothing gained."""
+NO_CODEC = "no_codec"
+NO_TABLE = "no_calibration"
+"""Reasons why a payload stays as it is (NaN or infinity, an error above what the codec declares, nothing gained), or
+cannot be read here (a codec or a calibration that this process does not have)."""
+
+UNREADABLE_HERE = frozenset({NO_KEY, WRONG_KEY, NO_CODEC, NO_TABLE})
+"""Reasons that say nothing against the image: somebody else can read it."""
 
 
 class Encoded(msgspec.Struct, frozen=True):
@@ -54,6 +57,8 @@ class BlockCodec(ABC):
 
     name: ClassVar[str] = ""
     lossy: ClassVar[bool] = True
+    largest_ratio: ClassVar[float] = 2.0
+    """How many times smaller it makes payloads at most, as a guess."""
 
     @abstractmethod
     def options(self) -> dict[str, Any]:
@@ -84,6 +89,38 @@ class BlockCodec(ABC):
 
     def close(self) -> None:  # noqa: B027  most have nothing to forget
         """Forget tables; idempotent, and :meth:`open` may follow."""
+
+
+class PayloadCoder(ABC):
+    """Encodes payloads by one codec, or none, and decodes those of every codec that this process has."""
+
+    encodes: bool
+    """Whether there is a codec to encode with."""
+    lossy: bool
+    """Whether that codec is a lossy one."""
+    largest_ratio: float
+    """How many times smaller encoded payloads may be at most, as a guess."""
+
+    @abstractmethod
+    def open(self, spec: BlockSpec) -> None:
+        """Get ready for blocks of *spec*; raises what :meth:`BlockCodec.open` raises."""
+
+    @abstractmethod
+    def encode(self, payload: Bytes, layout: Layout, position: int) -> Encoded | str:
+        """See :meth:`BlockCodec.encode`."""
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """The codec that encodes, as headers say it."""
+
+    @abstractmethod
+    def decode(self, codec: str, data: Bytes, params: bytes, layout: Layout, out: Bytes) -> str | None:
+        """Undo what the codec of this name has done; see :meth:`BlockCodec.decode`."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Forget tables; idempotent."""
 
 
 class ImageCodec(ABC):

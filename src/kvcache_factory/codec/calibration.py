@@ -83,6 +83,12 @@ class Calibration(msgspec.Struct, frozen=True):
             )
 
 
+def tables_directory() -> Path:
+    """Where tables rest by default: ``$XDG_CACHE_HOME/kvcache-factory/calibrations``, else under ``~/.cache``."""
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(base).expanduser() / "kvcache-factory" / "calibrations"
+
+
 def rotation(turns: npt.NDArray[np.float64], position: int, tokens: int) -> tuple[Floats, Floats]:
     """Cosines and sines ``float32 [tokens, pairs]`` of the rotation of keys at *position* and after."""
     angle = np.arange(position, position + tokens)[:, None] * turns
@@ -179,16 +185,23 @@ def _write(head: dict[str, Any], arrays: dict[str, Any], path: Path) -> Path:
     text = json.dumps(head, sort_keys=True, separators=(",", ":")).encode()
     content = b"".join((MAGIC, struct.pack("<I", len(text)), text, *(np.ascontiguousarray(a) for a in arrays.values())))
     path.mkdir(parents=True, exist_ok=True)
-    file = path / f"{digest128(b'calibration', content).hex()}{SUFFIX}"
+    file = path / file_name(digest128(b"calibration", content))
     store(content, file)
     return file
 
 
+def file_name(digest: bytes) -> str:
+    """The name of the table with this digest, among the files of a disk tier too."""
+    return f"kvcache-factory.{digest.hex()}{SUFFIX}"
+
+
 def store(content: bytes, file: Path) -> None:
-    """Write a table so that nobody ever sees half of it."""
+    """Write a table that only its owner can read, so that nobody ever sees half of it."""
     if not file.exists():
-        unfinished = file.with_name(f".{file.name}.{os.getpid()}")
-        unfinished.write_bytes(content)
+        unfinished = file.with_name(f"{file.name}.{os.getpid()}")
+        fd = os.open(unfinished, os.O_CREAT | os.O_TRUNC | os.O_WRONLY, 0o600)
+        with open(fd, "wb") as out:
+            out.write(content)
         unfinished.replace(file)
 
 
@@ -203,7 +216,7 @@ def load(file: Path) -> Calibration:
             f"the calibration {file} cannot be read ({error.strerror}); make it with: kvcache-factory calibrate"
         ) from error
     digest = digest128(b"calibration", content)
-    if file.stem != digest.hex():
+    if file.name != file_name(digest):
         raise FormatError(f"the calibration {file} is damaged: its content is not the one that its name says")
     try:
         head, arrays = _parse(content)
@@ -267,7 +280,7 @@ def _assemble(digest: bytes, head: dict[str, Any], arrays: dict[str, Any]) -> Ca
 def find(digest: bytes, places: Iterable[Path]) -> Path | None:
     """The file of the table with this digest, in the first directory that has it."""
     for place in places:
-        file = place / f"{digest.hex()}{SUFFIX}"
+        file = place / file_name(digest)
         if file.is_file():
             return file
     return None

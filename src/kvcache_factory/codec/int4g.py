@@ -8,6 +8,7 @@ for lowest value and step.  Groups of keys want many tokens, so blocks of fewer 
 from __future__ import annotations
 
 import math
+import struct
 from typing import Any, ClassVar
 
 import numpy as np
@@ -21,6 +22,7 @@ from .values import Floats, from_bf16, to_bf16
 
 MIN_TOKENS = 64
 _LEVELS = 15
+_OWN = struct.Struct("<H")  # elements of a group at most
 
 
 class Int4g(LossyCodec):
@@ -36,6 +38,7 @@ class Int4g(LossyCodec):
     """
 
     name: ClassVar[str] = "int4g"
+    largest_ratio: ClassVar[float] = 4.0
     default_max_rel_error = 0.08
 
     def __init__(self, *, group: int = 32, max_rel_error: float | None = None) -> None:
@@ -78,10 +81,10 @@ class Int4g(LossyCodec):
         data = np.empty(self._size, np.uint8)
         for c, (sides, codes) in enumerate(self._parts(data)):
             _pack(self._grouped(values, c), sides, codes)
-        return data, b""
+        return data, _OWN.pack(self.group)
 
     def _decode(self, data: Bytes, own: bytes) -> Floats | str:
-        if len(data) != self._size:
+        if len(own) < _OWN.size or len(data) != self._size or _OWN.unpack_from(own)[0] != self.group:
             return WORD
         spec = self.spec
         out = np.empty((spec.num_layers, 2, spec.num_kv_heads, spec.block_tokens, spec.head_dim), np.float32)
@@ -96,6 +99,11 @@ class Int4g(LossyCodec):
         """Keys (0) or values (1) as ``float32 [groups, group]``."""
         half = values[:, c] if c else values[:, c].swapaxes(2, 3)
         return np.ascontiguousarray(half).reshape(-1, self._groups[c])
+
+    @classmethod
+    def that_reads(cls, own: bytes) -> Int4g:
+        """An unopened codec that reads what one with these parameters of its own has written."""
+        return cls(group=_OWN.unpack_from(own)[0])
 
 
 def _pack_numpy(groups: Any, sides: Any, codes: Any) -> None:

@@ -92,6 +92,11 @@ class LossyCodec(BlockCodec):
         """The tiles again; one word where the bytes cannot be such."""
 
 
+def own_params(params: bytes) -> bytes:
+    """The parameters of the method itself, behind those that all lossy codecs have."""
+    return params[_PARAMS.size :]
+
+
 def measured_error(params: bytes) -> tuple[float, float] | None:
     """Declared bound and measured error of a block that a lossy codec has encoded, from its parameters."""
     return _PARAMS.unpack_from(params)[1:3] if len(params) >= _PARAMS.size else None

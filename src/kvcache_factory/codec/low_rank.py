@@ -9,9 +9,9 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ..errors import ConfigError
-from .base import DOES_NOT_PAY, Bytes
+from .base import DOES_NOT_PAY, NO_TABLE, Bytes
 from .lossy import WORD
-from .spectral import NO_TABLE, SpectralCodec
+from .spectral import SpectralCodec
 from .values import Floats, from_bf16, to_bf16
 
 _OWN = struct.Struct("<16s I H")  # table, position, number of ranks; the ranks follow, uint16 each
@@ -30,6 +30,7 @@ class LowRank(SpectralCodec):
     """
 
     name: ClassVar[str] = "low_rank"
+    largest_ratio: ClassVar[float] = 8.0
     default_max_rel_error = 1.0
 
     def __init__(

@@ -17,10 +17,10 @@ import numpy as np
 from ..block.spec import BlockSpec
 from ..errors import ConfigError
 from . import rans
-from .base import DOES_NOT_PAY, Bytes
+from .base import DOES_NOT_PAY, NO_TABLE, Bytes
 from .calibration import ESCAPE
 from .lossy import WORD
-from .spectral import NO_TABLE, SpectralCodec
+from .spectral import SpectralCodec
 from .values import Floats
 
 _OWN = struct.Struct("<16s f I I I I")  # table, step, position, words, escapes, bytes of low bits
@@ -41,6 +41,7 @@ class Pca(SpectralCodec):
     """
 
     name: ClassVar[str] = "pca"
+    largest_ratio: ClassVar[float] = 16.0
     default_max_rel_error = 0.8
 
     def __init__(

@@ -28,6 +28,7 @@ class Rot4(LossyCodec):
     """See the module.  Encoded: the root mean squares ``uint16 [layers, 2, heads, tokens]``, then two codes a byte."""
 
     name: ClassVar[str] = "rot4"
+    largest_ratio: ClassVar[float] = 4.0
     default_max_rel_error = 0.3
 
     def open(self, spec: BlockSpec) -> None:

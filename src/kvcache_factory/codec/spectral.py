@@ -15,8 +15,6 @@ from .calibration import Calibration, Part, as_rows, from_rows, rotate, rotation
 from .lossy import LossyCodec
 from .values import Floats
 
-NO_TABLE = "no_calibration"
-
 
 class SpectralCodec(LossyCodec):
     """A codec over principal components.

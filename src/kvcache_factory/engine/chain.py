@@ -188,6 +188,12 @@ class TierChain:
                 tier.count(Event.DROPPED, tier.index.clear(), reason)
                 tier.settle()
 
+    @property
+    def compression(self) -> str:
+        """The codecs that tiers encode with, by name; ``none`` without any."""
+        names = dict.fromkeys(t.coder.name for t in self.tiers if t.coder is not None and t.coder.encodes)
+        return ",".join(names) or "none"
+
     def check(self) -> list[str]:
         """Violated invariants of indexes and ledger, as sentences."""
         problems = []

@@ -26,6 +26,9 @@ class Finding:
         self.flow = flow
         self.leases = leases
         self.ledger = ledger
+        lossy = any(tier.coder is not None and tier.coder.lossy for tier in tiers)
+        self.worst = Fidelity.BOUNDED if lossy else Fidelity.EXACT
+        """What requests of this manager accept."""
         self._prefetches = itertools.count()
 
     def match(
@@ -112,6 +115,7 @@ class Finding:
                 tier.count(Event.MISS, limit - covered - served, found.reason)
             reason = found.reason
             if served:
+                chain.found_fidelity = max(chain.found_fidelity, int(tier.index.fidelity[found.rows].max()))
                 segments.append(Segment(number, covered, found.rows[covered:]))
                 pins.append((tier, int(found.rows[-1])))
                 self.flow.used(number, found.rows)
@@ -123,7 +127,7 @@ class Finding:
     def prefetch(self, chain: KeyChain, root: int) -> Ticket | None:
         """Start to bring what slower tiers hold of *chain* to a faster one; None when there is nothing to do."""
         request_id = f"prefetch-{next(self._prefetches)}"
-        match = self._lease(chain, root, request_id, chain.num_blocks, Fidelity.EXACT, NO_HINT, counted=False)
+        match = self._lease(chain, root, request_id, chain.num_blocks, self.worst, NO_HINT, counted=False)
         deeper = [segment for segment in match.segments if segment.tier]
         # Entered, so that the lease cannot grow too old while the work waits for a thread.
         lease = self.leases.enter(request_id, match.lease) if deeper else None

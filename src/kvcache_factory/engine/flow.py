@@ -16,11 +16,15 @@ from .images import seal
 from .io import IOPool, Lane, Ticket
 from .lasting import LastingTier
 from .ledger import Event
+from .packed import PackedTier
 from .roots import Roots
 from .table import Rows
 from .tier import Ingestion, Tier
 from .transit import Transit
-from .values import StoredChain
+from .values import StoredChain, runs
+
+ENCODED_AT_ONCE = 16
+"""Blocks that one background job encodes in memory."""
 
 
 class FlowSettings(msgspec.Struct, frozen=True):
@@ -64,6 +68,7 @@ class Flow:
         self.settings = settings
         self.roots = roots
         self._demoting = [False] * len(tiers)
+        self._encoding = [False] * len(tiers)
         self._transit: Transit | None = None
         self._fetchers: dict[int, Fetcher] = {}
         self.io = io or IOPool(settings.io_threads, settings.max_pending_jobs, on_error)
@@ -105,11 +110,29 @@ class Flow:
             self._send_down(number, tip)
         else:
             self.tiers[number].index.unpin(tip)
+        self.encode_soon(number)
         self._demote_if_full(number)
+
+    def encode_soon(self, number: int) -> None:
+        """Encode, in the background, what tier *number* has that its rule says is to be encoded by now."""
+        if isinstance(self.tiers[number], PackedTier) and not self._encoding[number]:
+            self._encoding[number] = True
+            if self.io.submit(Lane.STORE, partial(self._encode, number)) is None:
+                self._encoding[number] = False
+
+    def _encode(self, number: int) -> None:
+        """A few blocks at a time, so that copies that wait in the lane are not held up."""
+        tier = self.tiers[number]
+        assert isinstance(tier, PackedTier)
+        self._encoding[number] = False
+        rows = tier.candidates(ENCODED_AT_ONCE)
+        if tier.encode(rows) and len(rows) == ENCODED_AT_ONCE:
+            self.encode_soon(number)
 
     def used(self, number: int, rows: Rows) -> None:
         """A request has hit *rows*, the leading blocks of a chain, in tier *number*; it holds them."""
         tier, below = self.tiers[number], self.below(number)
+        tier.touched(rows)
         if below is None or below.ingestion != Ingestion.HOT:
             return
         hot = rows[tier.index.hits[rows] >= below.hot_hits]
@@ -177,6 +200,8 @@ class Flow:
         finally:
             copied = chain.rows[part][:written]
             target.index.checksum[rows[:written]] = source.index.checksum[copied]
+            if not isinstance(target, LastingTier):  # which has noted what it made of them
+                target.index.codings[rows[:written]] = chain.codings[part][:written]
             target.index.pin(int(rows[-1]))
             committed = target.index.commit(rows[:written])
             target.abort(rows[written:])
@@ -193,22 +218,59 @@ class Flow:
 
     def _write(self, source: Tier, chain: StoredChain, part: slice, target: Tier, rows: Rows) -> int:
         """Write the blocks *part* of *chain* to *rows* of the target; returns how many leading ones were."""
-        source_rows = chain.rows[part]
+        written = 0
+        for first, last, whole in runs(source.whole(chain.rows[part])):
+            some = slice(part.start + first, part.start + last)
+            write = self._write_whole if whole else self._write_encoded
+            done = write(source, chain, some, target, rows[first:last])
+            written += done
+            if done < last - first:
+                break
+        return written
+
+    def _write_encoded(self, source: Tier, chain: StoredChain, part: slice, target: Tier, rows: Rows) -> int:
+        """As :meth:`_write`, for blocks that the source has encoded: images as they are, or payloads decoded."""
+        assert isinstance(source, PackedTier)
+        transit, written = self.transit, 0
+        while written < len(rows):
+            slots = transit.take(len(rows) - written, wait=True)
+            some = slice(written, written + len(slots))
+            try:
+                if isinstance(target, LastingTier):
+                    for slot, number in zip(slots.tolist(), range(part.start + written, part.stop), strict=False):
+                        source.write_image(chain, number, transit.memory.view[slot])
+                    done = target.write_images(rows[some], transit.memory, slots)
+                else:
+                    offset = transit.spec.header_bytes
+                    sources = chain.rows[part][some]
+                    good = source.copy_payloads(sources, transit.memory, slots, offset)
+                    done = target.store.write(target.slots_of(rows[some][:good]), transit.memory, slots[:good], offset)
+            finally:
+                transit.give_back(slots)
+            written += done
+            if done < len(slots):
+                break
+        return written
+
+    def _write_whole(self, source: Tier, chain: StoredChain, part: slice, target: Tier, rows: Rows) -> int:
+        """As :meth:`_write`, for blocks that are in slots of the source as they are."""
+        source_slots = source.slots_of(chain.rows[part])
         if not isinstance(target, LastingTier):
-            return target.store.write(rows, source.slots, source_rows, source.payload_offset)
+            return target.store.write(target.slots_of(rows), source.slots, source_slots, source.payload_offset)
         spec, transit = self.transit.spec, self.transit
+        exactly = target.rule.exactly(chain.num_blocks, spec.block_tokens)
         if source.payload_offset:  # slot images: sealed where they are
-            seal(spec, source.slots.view, source_rows, chain, part)
-            return target.write_images(rows, source.slots, source_rows)
+            seal(spec, source.slots.view, source_slots, chain, part)
+            return target.write_images(rows, source.slots, source_slots, exactly)
         written = 0
         while written < len(rows):
             slots = transit.take(len(rows) - written, wait=True)
             try:
                 some = slice(written, written + len(slots))
                 sizes = (spec.payload_bytes, 0, spec.header_bytes)
-                copy_slots(source.slots, source_rows[some], transit.memory, slots, *sizes)
+                copy_slots(source.slots, source_slots[some], transit.memory, slots, *sizes)
                 seal(spec, transit.memory.view, slots, chain, slice(part.start + some.start, part.start + some.stop))
-                done = target.write_images(rows[some], transit.memory, slots)
+                done = target.write_images(rows[some], transit.memory, slots, exactly)
             finally:
                 transit.give_back(slots)
             written += done

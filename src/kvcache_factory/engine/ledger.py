@@ -4,7 +4,7 @@ An entry is (tier, event, reason) → (times, blocks, bytes).  The vocabulary is
 metric or a test can rely on these identities:
 
     asked.blocks = hit.blocks + miss.blocks                                         per tier, and for the manager
-    stored.bytes + found.bytes = held bytes + evicted.bytes + dropped.bytes         per tier
+    stored.blocks + found.blocks = held blocks + evicted.blocks + dropped.blocks    per tier
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ class Event(StrEnum):
     DROPPED = "dropped"
     DEMOTED = "demoted"
     PROMOTED = "promoted"
+    ENCODED = "encoded"
+    KEPT_RAW = "kept_raw"
     LEASE_EXPIRED = "lease_expired"
     ERROR = "error"
 

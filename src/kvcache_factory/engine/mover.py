@@ -32,7 +32,7 @@ class Mover:
     def gather(self, tier: Tier, rows: Rows, region: Region, positions: BlockPositions) -> None:
         """Fill *rows* from *positions*, in the region's own order."""
         with self:
-            gather(region, positions, tier.slots, rows, tier.payload_offset, region.tag)
+            gather(region, positions, tier.slots, tier.slots_of(rows), tier.payload_offset, region.tag)
 
     def scatter(
         self,

@@ -68,13 +68,14 @@ class Saving:
         Whoever copies them, here or in another process, must end with :meth:`finish_save`.
         """
         tier = self.tiers[0]
+        fidelity = max(fidelity, Fidelity(chain.found_fidelity))
         reservation = tier.reserve(chain, root, first, count, fidelity, self.mover.layout_code(tag), hint)
         tier.count_left(reservation, self.flow.below(0))
         if reservation.reason == "parent_absent":
             tier.count(Event.NOT_STORED, count, reservation.reason)
         else:
             tier.count(Event.DUPLICATE, count - reservation.wanted)
-        return SavePlan(reservation.first, reservation.rows)
+        return SavePlan(reservation.first, reservation.rows, tier.slots_of(reservation.rows))
 
     def finish_save(self, plan: SavePlan, filled: int, hint: RequestHint, request_id: str | None = None) -> None:
         """The leading *filled* rows of *plan* hold their blocks, the lease of *request_id* too; the rest go back."""

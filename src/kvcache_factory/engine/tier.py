@@ -11,10 +11,11 @@ import numpy.typing as npt
 
 from ..block.envelope import checksum
 from ..block.spec import BlockSpec
-from ..codec.base import ImageCodec
+from ..codec.base import ImageCodec, PayloadCoder
 from ..errors import CapacityError
 from ..policy.base import NO_HINT, EvictionPolicy, RequestHint
 from ..store.base import SlotMemory, Store
+from .compressing import CompressionRule
 from .index import Index
 from .ledger import Event, Ledger
 from .table import Keys, Rows
@@ -71,6 +72,11 @@ class Tier:
         self.swap_to: int | None = None
         """Number of the tier to which what leaves by policy is moved; None: the next."""
         self.codec: ImageCodec | None = None
+        """What seals whole images on their way to the store."""
+        self.coder: PayloadCoder | None = None
+        """What makes payloads smaller, and knows how to read those that are."""
+        self.rule = CompressionRule()
+        """Which blocks it is for."""
         self.spec: BlockSpec | None = None
         self._index: Index | None = None
         self.block_bytes = 0
@@ -107,6 +113,17 @@ class Tier:
     def payload_offset(self) -> int:
         """Bytes from the start of a slot to its payload."""
         return self.store.payload_offset
+
+    def slots_of(self, rows: Rows) -> Rows:
+        """The slots of *rows*, which must be whole."""
+        return rows
+
+    def whole(self, rows: Rows) -> npt.NDArray[np.bool_]:
+        """Which of *rows* are in slots, as they are."""
+        return np.ones(len(rows), np.bool_)
+
+    def touched(self, rows: Rows) -> None:
+        """A request has used *rows*."""
 
     @property
     def is_open(self) -> bool:

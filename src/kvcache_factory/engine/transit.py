@@ -30,13 +30,13 @@ class Transit:
         assert self._memory is not None
         return self._memory
 
-    def take(self, count: int, *, wait: bool = False) -> Rows:
-        """Up to *count* free slots, none when there are none; with *wait*, at least one."""
+    def take(self, count: int, *, wait: bool = False, least: int = 1) -> Rows:
+        """Up to *count* free slots, none when there are none; with *wait*, at least *least*."""
         with self._changed:
             if self._memory is None:
                 self._memory = Slab(self._slots, self.spec.slot_bytes)
             if wait:
-                self._changed.wait_for(lambda: self._free)
+                self._changed.wait_for(lambda: len(self._free) >= least)
             count = min(count, len(self._free))
             return np.array([self._free.pop() for _ in range(count)], np.int32)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any, Protocol
 
 import msgspec
@@ -39,6 +40,7 @@ class StoredChain(msgspec.Struct, frozen=True):
     extras: Keys
     fidelity: npt.NDArray[np.uint8]
     layout: npt.NDArray[np.uint8]
+    codings: npt.NDArray[np.uint8]
     memo: dict[int, Any]
 
     @property
@@ -50,6 +52,14 @@ class StoredChain(msgspec.Struct, frozen=True):
     def parents(self) -> Keys:
         """Keys ``[n, 2]`` of the blocks before each, the root key first."""
         return np.concatenate((np.frombuffer(self.root_key, np.uint64)[None], self.keys))[:-1]
+
+
+def runs(values: npt.NDArray[Any]) -> list[tuple[int, int, Any]]:
+    """Where neighbours of equal value begin and end, and the value."""
+    if not len(values):
+        return []
+    cuts = [0, *(np.flatnonzero(values[1:] != values[:-1]) + 1).tolist(), len(values)]
+    return [(first, last, values[first].item()) for first, last in itertools.pairwise(cuts)]
 
 
 class Found(msgspec.Struct, frozen=True):

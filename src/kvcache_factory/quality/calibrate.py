@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from ..codec import calibration
+from ..codec.calibration import tables_directory
 from ..codec.values import from_bf16
 from ..demo.model import Progress, silent
 from .reader import Reader
@@ -16,12 +16,6 @@ from .texts import chapters, windows
 
 TOKENS = 2048
 WINDOWS = 6
-
-
-def tables_directory() -> Path:
-    """Where tables rest by default: ``$XDG_CACHE_HOME/kvcache-factory/calibrations``."""
-    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(base).expanduser() / "kvcache-factory" / "calibrations"
 
 
 def turns_of(config: Any, dim: int) -> Any:

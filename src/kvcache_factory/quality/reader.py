@@ -12,6 +12,7 @@ from transformers import DynamicCache
 
 from ..block.spec import BlockSpec, KVDtype, RopeParameters
 from ..errors import LayoutError
+from ..integration.transformers.layout import cache_argument
 
 KV = npt.NDArray[np.uint16]
 """Keys and values of a prefix, bfloat16 bits ``[layers, 2, heads, tokens, head_dim]``."""
@@ -28,6 +29,7 @@ class Reader:
         rope = RopeParameters.from_config(config.to_dict())
         self.model = model
         self.spec = BlockSpec(KVDtype.BF16, layers, heads, dim, block_tokens, rope)
+        self._cache_name = cache_argument(model)
         self.read_bytes = 0
         self.read_seconds = 0.0
 
@@ -36,7 +38,7 @@ class Reader:
         begun = time.process_time()
         with torch.inference_mode():
             cache = DynamicCache()
-            self.model(input_ids=torch.tensor([ids]), past_key_values=cache, use_cache=True, logits_to_keep=1)
+            self._forward(ids, cache, logits_to_keep=1)
         self.read_seconds += time.process_time() - begun
         spec = self.spec
         parts = [torch.stack((layer.keys[0], layer.values[0])) for layer in cache.layers]
@@ -55,18 +57,19 @@ class Reader:
     def log_probabilities(self, kv: KV, ids: list[int]) -> Any:
         """Of all tokens, after each of *ids* behind the prefix of *kv*: ``float32 [len(ids), vocabulary]``."""
         with torch.inference_mode():
-            logits = self.model(input_ids=torch.tensor([ids]), past_key_values=_cache(kv), use_cache=True).logits[0]
-            return torch.log_softmax(logits.float(), dim=-1)
+            return torch.log_softmax(self._forward(ids, _cache(kv)).logits[0].float(), dim=-1)
 
     def greedy(self, kv: KV, first: int, count: int) -> list[int]:
         """The *count* tokens that follow *first* behind the prefix of *kv*."""
         cache, token, found = _cache(kv), first, []
         with torch.inference_mode():
             for _ in range(count):
-                step = self.model(input_ids=torch.tensor([[token]]), past_key_values=cache, use_cache=True)
-                token = int(step.logits[0, -1].argmax())
+                token = int(self._forward([token], cache).logits[0, -1].argmax())
                 found.append(token)
         return found
+
+    def _forward(self, ids: list[int], cache: Any, **options: Any) -> Any:
+        return self.model(input_ids=torch.tensor([ids]), use_cache=True, **{self._cache_name: cache}, **options)
 
 
 def _cache(kv: KV) -> Any:
