@@ -12,6 +12,7 @@ import numpy as np
 from ..block.spec import BlockSpec, KVDtype
 from ..jit import kernel
 from .base import Bytes
+from .int8 import scale_up
 from .lossy import WORD, LossyCodec
 from .values import Floats, fp8_values, from_bf16
 
@@ -34,8 +35,7 @@ class Fp8(LossyCodec):
         tiles = values.reshape(self._tiles, self._each)
         data = np.empty(self._tiles * (2 + self._each), np.uint8)
         most = np.abs(tiles).max(axis=1)
-        wanted = (most * np.float32(1 / _LARGEST)).view(np.uint32)
-        scales = np.maximum((wanted + np.uint32(0x1FFFF)) >> np.uint32(16), np.uint32(1)).astype(np.uint16)
+        scales = scale_up(most, _LARGEST)
         data[: 2 * self._tiles].view(np.uint16)[:] = scales
         with np.errstate(divide="ignore", over="ignore"):
             inverse = np.float32(1) / from_bf16(scales)

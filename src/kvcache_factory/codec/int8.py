@@ -18,6 +18,8 @@ from .values import NOT_FINITE_BITS, Floats, cells, from_bf16, geometry, to_bf16
 
 _MAGIC = 12582912.0  # 1.5 * 2**23: adding it leaves the nearest integer in the low bits
 _LEVELS = 127.0
+SMALLEST = 0x80
+"""Bits of the smallest bfloat16 whose inverse is a number."""
 
 
 class Int8(LossyCodec):
@@ -76,10 +78,10 @@ class Int8(LossyCodec):
         return _dequantise(scales, quants, shape)
 
 
-def scale_up(most: Any) -> Any:
-    """Bfloat16 bits of scales that are at least *most* / 127, and never zero."""
-    wanted = (most * np.float32(1 / _LEVELS)).view(np.uint32)
-    return np.maximum((wanted + np.uint32(0x1FFFF)) >> np.uint32(16), np.uint32(1)).astype(np.uint16)
+def scale_up(most: Any, levels: float = _LEVELS) -> Any:
+    """Bfloat16 bits of scales that are at least *most* / *levels*, and never too small to divide by."""
+    wanted = (most * np.float32(1 / levels)).view(np.uint32)
+    return np.maximum((wanted + np.uint32(0x1FFFF)) >> np.uint32(16), np.uint32(SMALLEST)).astype(np.uint16)
 
 
 def _quantise(values: Floats) -> tuple[Any, Any]:
@@ -118,6 +120,8 @@ def _encode16_numpy(source: Any, where: Any, scales: Any, quants: Any) -> float:
     found = from_bf16(to_bf16(_dequantise(scales, quants, shape)))
     error = np.abs(values - found).max(axis=(2, 3, 4))
     size = np.abs(values).max(axis=(2, 3, 4))
+    if not np.isfinite(error).all():
+        return float("inf")
     return float((error / np.where(size > 0, size, np.float32(1))).max())
 
 
@@ -137,7 +141,7 @@ def _scales_of(most: Any, scales: Any, at: Any, count: Any, real: Any, inverse: 
         real[i] = sizes[i] * np.float32(1 / 127.0)
     for i in range(count):
         up = np.uint32(np.uint32(bits[i] + np.uint32(0x1FFFF)) >> np.uint32(16))
-        up = max(up, np.uint32(1))
+        up = max(up, np.uint32(0x80))
         scales[at + i] = np.uint16(up)
         bits[i] = np.uint32(up << np.uint32(16))
     for i in range(count):
@@ -228,6 +232,8 @@ def _encode16(source: Any, where: Any, scales: Any, quants: Any) -> float:
                     for i in range(some * dim):
                         there[i] = np.uint8(quantised[i])
                     pair[0] = max(pair[0], _worst_of(part, work, real[shift:], c == 0, some, dim))
+            if pair[0] >= np.uint32(0x7F800000):
+                return np.inf
             unit = floats[1] if pair[1] > 0 else np.float32(1)
             worst = max(worst, np.float32(floats[0] / unit))
     return np.float64(worst)

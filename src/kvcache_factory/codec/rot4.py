@@ -15,6 +15,7 @@ from ..block.spec import BlockSpec
 from ..errors import ConfigError
 from ..jit import kernel
 from .base import Bytes
+from .int8 import SMALLEST
 from .lossy import WORD, LossyCodec
 from .values import Floats, from_bf16, to_bf16
 
@@ -88,7 +89,7 @@ def _rotate_and_pack_numpy(rows: Any, signs: Any, width: int, steps: Any, scales
         for i in range(1, squares.shape[1]):
             total += squares[:, i]
         mean = np.sqrt(total * np.float32(1 / rows.shape[1]))
-        scales[:] = np.maximum(to_bf16(mean), np.uint16(1))
+        scales[:] = np.maximum(to_bf16(mean), np.uint16(SMALLEST))
         scaled = work * (np.float32(1) / from_bf16(scales))[:, None]
     found = np.searchsorted(steps, scaled, side="left").astype(np.uint8)
     half = rows.shape[1] // 2
@@ -129,7 +130,7 @@ def _rotate_and_pack(rows: Any, signs: Any, width: Any, steps: Any, scales: Any,
         one[0] = np.sqrt(np.float32(total * np.float32(1 / dim)))
         odd = np.uint32(np.uint32(bits[0] >> np.uint32(16)) & np.uint32(1))
         up = np.uint32(np.uint32(bits[0] + np.uint32(np.uint32(0x7FFF) + odd)) >> np.uint32(16))
-        up = max(up, np.uint32(1))
+        up = max(up, np.uint32(0x80))
         scales[r] = np.uint16(up)
         bits[0] = np.uint32(up << np.uint32(16))
         inverse = np.float32(1) / one[0]

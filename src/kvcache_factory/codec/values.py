@@ -221,7 +221,7 @@ def _worst_numpy(values: Any, found: Any) -> float:
     error = np.abs(values - found).max(axis=1)
     size = np.abs(values).max(axis=1)
     ratio = error / np.where(size > 0, size, np.float32(1))
-    return float(ratio.max(initial=0))
+    return float(ratio.max(initial=0)) if np.isfinite(error).all() else float("inf")
 
 
 @kernel("f8(f4[:,::1], f4[:,::1])", fallback=_worst_numpy)
@@ -237,6 +237,8 @@ def _worst(values: Any, found: Any) -> float:
         for i in range(n):
             most = max(most, np.uint32(bits[i] & np.uint32(0x7FFFFFFF)))
             size = max(size, np.uint32(sizes[plane, i] & np.uint32(0x7FFFFFFF)))
+        if most >= np.uint32(0x7F800000):
+            return np.inf
         both = np.empty(2, np.uint32)
         both[0], both[1] = most, size
         pair = both.view(np.float32)

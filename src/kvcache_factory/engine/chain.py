@@ -92,6 +92,8 @@ class TierChain:
                 for tier in opened:
                     tier.close()
                 raise
+            for tier in self.tiers:
+                tier.index.accepts = self.finding.worst
             self.flow.open(spec)
             self._spec = spec
 

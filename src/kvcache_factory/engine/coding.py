@@ -97,12 +97,6 @@ class ImageCoder:
         return None
 
 
-def stored_bytes(spec: BlockSpec, image: Bytes) -> int:
-    """Bytes of an image that have to be stored: header and payload, in whole pages."""
-    header = unpack_header(image[: spec.header_bytes].data)
-    return spec.header_bytes + round_up(header.payload_bytes, PAGE)
-
-
 def encode_payload(spec: BlockSpec, coder: PayloadCoder, payload: Bytes, layout: str, depth: int) -> Encoded | str:
     """Encode a payload in the order that is called *layout*; packings are put into a plain order first."""
     tag = Layout.named(layout)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -279,8 +280,7 @@ class Flow:
         return written
 
     def _demote_if_full(self, number: int) -> None:
-        index = self.tiers[number].index
-        full = self.below(number) is not None and index.used > self.settings.demote_at * index.capacity
+        full = self.below(number) is not None and self.tiers[number].surplus(self.settings.demote_at) > 0
         if full and not self._demoting[number]:
             self._demoting[number] = True
             if self.io.submit(Lane.STORE, partial(self._demote, number)) is None:
@@ -292,7 +292,7 @@ class Flow:
         tier = self.tiers[number]
         lower = number + 1 if tier.swap_to is None else tier.swap_to
         below = self.tiers[lower]
-        surplus = tier.index.used - int(self.settings.demote_to * tier.index.capacity)
+        surplus = math.ceil(tier.surplus(self.settings.demote_to))
         if surplus <= 0:
             return
         rows = tier.index.select_victims(surplus)

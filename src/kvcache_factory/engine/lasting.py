@@ -10,13 +10,13 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
-from ..block.envelope import Fidelity, unpack_header
-from ..block.spec import BlockSpec
+from ..block.envelope import unpack_header
+from ..block.spec import PAGE, BlockSpec, round_up
 from ..codec.base import UNREADABLE_HERE
 from ..errors import CapacityError, StoreError
 from ..policy.base import NO_HINT, EvictionPolicy, RequestHint
 from ..store.base import Entries, LastingStore, SlotMemory
-from .coding import ImageCoder, stored_bytes
+from .coding import ImageCoder
 from .compressing import NOTHING, Exactly
 from .lasting_index import LastingIndex
 from .ledger import Event, Ledger
@@ -77,7 +77,6 @@ class LastingTier(Tier):
                 f"tier {self.name!r} of {self.budget_bytes:,} bytes needs an index larger than memory; give the disk a "
                 "smaller size_gb"
             ) from error
-        index.accepts = Fidelity.BOUNDED if self.coder is not None and self.coder.lossy else Fidelity.EXACT
         self._index = index
         self._enter(index, entries)
 
@@ -194,14 +193,11 @@ class LastingTier(Tier):
             out[:] = image
             return len(image)
         reason = images.encode(image, depth, out)
-        if reason:
-            self.count(Event.KEPT_RAW, 1, reason)
-            return stored_bytes(images.spec, out)
         header = unpack_header(out[: images.spec.header_bytes].data)
         index.fidelity[row] = max(int(index.fidelity[row]), int(header.fidelity))
         index.codings[row] = header.generation
-        self.count(Event.ENCODED, 1, header.codec)
-        return stored_bytes(images.spec, out)
+        self.count(Event.KEPT_RAW if reason else Event.ENCODED, 1, reason or header.codec)
+        return images.spec.header_bytes + round_up(header.payload_bytes, PAGE)
 
     def _write_run(self, rows: Rows, staging: Transit, staged: Rows, image_bytes: int) -> int:
         """Write images of one size; where there is no room for that size, make some once for each that is left."""

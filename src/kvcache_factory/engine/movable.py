@@ -32,11 +32,11 @@ class MovableIndex(Index):
                 np.maximum.at(reach, self.parent[inner], reach[inner])
             return reach
 
-    def pin_ready(self, rows: Rows) -> Rows:
-        """Pin those of *rows* that are ready; returns them."""
+    def pin_ready(self, row: int) -> bool:
+        """Pin *row* if it is ready; False if it is not."""
         with self._lock:
-            ready: Rows = rows[self.state[rows] == READY]
-            for row in ready.tolist():
+            ready = bool(self.state[row] == READY)
+            if ready:
                 self._pin(row)
             return ready
 

@@ -50,11 +50,11 @@ class PackedTier(Tier):
         self.coder.open(spec)
         self.store.open(spec, slots)
         self._index = MovableIndex(rows, spec.block_tokens, self.policy, self._clock, deferred=True)
-        self._index.accepts = Fidelity.BOUNDED if self.coder.lossy else Fidelity.EXACT
         self.spec = spec
         self.block_bytes = slot + books
         self._books = books
         self._slot_bytes = slot
+        self._slab_slots = slots
         self._place = np.full(rows, NOWHERE, np.int32)
         self._chunks = np.full((rows, PER_SLOT), NOWHERE, np.int32)
         self._sizes = np.zeros(rows, np.int64)
@@ -90,6 +90,11 @@ class PackedTier(Tier):
         slots: Rows = self._place[rows]
         assert (slots != NOWHERE).all(), "an encoded block has no slot"
         return slots
+
+    def surplus(self, share: float) -> float:
+        with self._room:
+            slots = self._slab_slots - self._pool.free_slots - share * self._slab_slots
+        return max(slots, super().surplus(share))
 
     def whole(self, rows: Rows) -> npt.NDArray[np.bool_]:
         found: npt.NDArray[np.bool_] = self._place[rows] != NOWHERE
@@ -178,9 +183,7 @@ class PackedTier(Tier):
         return checksum(payload) if payload is not None else 0
 
     def state(self) -> dict[str, object]:
-        opened = self._index is not None
-        capacity = self._pool.free_slots + int((self._place != NOWHERE).sum()) + self._pool.cut if opened else 0
-        return {**super().state(), "capacity_blocks": capacity, "encoded_blocks": self.packed_blocks}
+        return {**super().state(), "encoded_blocks": self.packed_blocks}
 
     def close(self) -> None:
         super().close()
@@ -207,11 +210,12 @@ class PackedTier(Tier):
     def encode(self, rows: Rows) -> int:
         """Encode those of *rows* that nobody holds; returns how many were."""
         done = 0
-        for row in self.movable.pin_ready(rows).tolist():
-            try:
-                done += self._encode(row)
-            finally:
-                self.index.unpin(row)
+        for row in rows.tolist():  # one by one: what is pinned holds everything above it
+            if self.movable.pin_ready(row):
+                try:
+                    done += self._encode(row)
+                finally:
+                    self.index.unpin(row)
         self.settle()
         return done
 

@@ -114,6 +114,10 @@ class Tier:
         """Bytes from the start of a slot to its payload."""
         return self.store.payload_offset
 
+    def surplus(self, share: float) -> float:
+        """Blocks that are here beyond this *share* of what there is room for."""
+        return self.index.used - share * self.index.capacity
+
     def slots_of(self, rows: Rows) -> Rows:
         """The slots of *rows*, which must be whole."""
         return rows
