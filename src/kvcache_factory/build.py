@@ -39,7 +39,7 @@ from .engine.tier import Ingestion, Tier
 from .errors import CapacityError
 from .policy.base import EvictionPolicy
 from .policy.compression import CompressionPolicy
-from .policy.placement import check_placement, policy_at, size_cap_gb, swap_level
+from .policy.placement import check_placement, compresses, policy_at, size_cap_gb, swap_level
 from .store.disk import DiskStore
 from .store.disk.identities import leave_note
 from .store.memory import MemoryStore
@@ -60,7 +60,8 @@ def build_chain(
     check_placement(policy, kinds)
     budgets = level_budgets(levels, size_cap_gb(policy, None), [size_cap_gb(policy, kind) for kind in kinds])
     roots = Roots()
-    codings = [coding_of(level, kind, config.compression_policy) for level, kind in zip(levels, kinds, strict=True)]
+    compression = config.compression_policy
+    codings = [coding_of(level, kind, compression, policy) for level, kind in zip(levels, kinds, strict=True)]
     places = [tables_directory()]
     tiers = [
         _tier(name, level, policy_at(policy, kind), budget, ledger, clock, roots, coding, places)
@@ -113,10 +114,15 @@ def _memory_store(level: CPUBackend | GPUBackend) -> MemoryStore:
     return MemoryStore(level.device)
 
 
-def coding_of(level: Level, kind: str, policy: CompressionPolicy | None) -> tuple[BlockCodec | None, CompressionRule]:
+def coding_of(
+    level: Level, kind: str, policy: CompressionPolicy | None, eviction: EvictionPolicy
+) -> tuple[BlockCodec | None, CompressionRule]:
     """What a level encodes by, and which blocks; ConfigError for an unknown codec or a wrong parameter."""
     if isinstance(level, DiskBackend) and level.codec is not None:
         return parse_codec(level.codec), CompressionRule()
+    when_full = compresses(eviction, kind)
+    if policy is None and when_full:
+        policy = CompressionPolicy()
     if policy is None or not policy.applies_to(kind):
         return None, CompressionRule()
     rule = CompressionRule(
@@ -124,6 +130,7 @@ def coding_of(level: Level, kind: str, policy: CompressionPolicy | None) -> tupl
         behind_tokens=max(policy.threshold_step, policy.keep_recent),
         min_age_s=policy.min_age_s,
         max_hits=policy.max_hits,
+        when_full=when_full,
     )
     return make_codec(policy.method, **policy.options), rule
 

@@ -19,6 +19,7 @@ from kvcache_factory import (
     GPUBackend,
     HierarchicalBackend,
     LFUEvictionPolicy,
+    LRUEvictionPolicy,
 )
 from kvcache_factory.block.key import KeyChain
 from kvcache_factory.block.spec import BlockSpec, KVDtype, Layout
@@ -177,7 +178,7 @@ def test_what_somebody_holds_stays_where_it_is(opened: Any) -> None:
     assert cache.manager.wait(60)
     assert cache.tier()["encoded_blocks"] == 0
     space.release("holder")
-    cache.save([9] * 64)
+    assert cache.manager.wait(60)
     assert cache.tier()["encoded_blocks"] == BLOCKS - 2
 
 
@@ -198,9 +199,8 @@ def test_more_blocks_fit_into_the_same_bytes(opened: Any) -> None:
     assert counts[1] > 1.8 * counts[0]
 
 
-def test_heat_age_and_levels_decide_too(opened: Any) -> None:
+def test_age_place_and_levels_decide_too(opened: Any) -> None:
     for policy, encoded in (
-        (CompressionPolicy(max_hits=0), 0),
         (CompressionPolicy(min_age_s=3600), 0),
         (CompressionPolicy(tiers=("disk",)), 0),
         (CompressionPolicy(keep_first=4), BLOCKS - 5),
@@ -208,15 +208,37 @@ def test_heat_age_and_levels_decide_too(opened: Any) -> None:
         (CompressionPolicy(method="bf16x", keep_first=0), BLOCKS - 1),
     ):
         cache = opened(gpu(), compression_policy=policy)
-        chain = cache.space.chain(TOKENS)
-        positions = cache.here.compute(chain)
-        for count in (1, BLOCKS) if policy.max_hits == 0 else (BLOCKS,):
-            cache.space.save(chain, cache.here.region, positions[:count])
-            cache.space.match(chain, "r")  # and what follows is stored while it is held
-            cache.space.release("r") if policy.max_hits is None else None
-        assert cache.manager.wait(60)
-        cache.space.release("r")
+        cache.save(TOKENS)
         assert cache.tier().get("encoded_blocks", 0) == encoded, policy
+
+
+def test_hot_blocks_stay_exact(opened: Any) -> None:
+    """Blocks that were hit, while they were held and so not encoded, are not encoded after that either."""
+    cache = opened(gpu(), compression_policy=CompressionPolicy(max_hits=0))
+    chain = cache.space.chain(TOKENS)
+    positions = cache.here.compute(chain)
+    cache.space.save(chain, cache.here.region, positions[:1])
+    assert cache.space.match(chain, "holder").blocks == 1
+    cache.space.save(chain, cache.here.region, positions, request_id="holder")
+    for request, tokens in (("again", TOKENS[: 6 * 64]), ("holder", [])):
+        if tokens:
+            assert cache.space.match(cache.space.chain(tokens), request).blocks == 6
+        cache.space.release(request)
+    assert cache.manager.wait(60)
+    assert cache.tier()["encoded_blocks"] == BLOCKS - 7
+
+
+def test_policies_can_have_blocks_encoded_before_they_leave(opened: Any) -> None:
+    """``action="compress"``: nothing is touched while there is room; then what the policy chooses becomes small."""
+    cache = opened(gpu(3), eviction_policy=LRUEvictionPolicy(action="compress"))
+    assert cache.manager.state()["compression"] == "int8"
+    cache.save(TOKENS)
+    assert cache.tier()["encoded_blocks"] == 0
+    for first in range(4):
+        cache.save([first + 100, *TOKENS[1:]])
+    assert cache.tier()["encoded_blocks"] > 0
+    assert cache.tier()["held_bytes"] <= cache.tier()["budget_bytes"]
+    assert all(error < 0.01 for error in cache.load([103, *TOKENS[1:]]))
 
 
 def test_what_cannot_be_encoded_stays_and_is_counted(opened: Any) -> None:

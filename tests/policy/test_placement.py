@@ -52,7 +52,7 @@ def test_members_decide_where_they_belong() -> None:
         (LRUEvictionPolicy(action="swap_to_disk"), ["gpu", "cpu"], "no level of kind disk"),
         (LRUEvictionPolicy(action="swap_to_cpu"), ["cpu", "disk"], "no level of kind cpu"),
         (HybridPolicy([FIFOEvictionPolicy(target="cpu", action="swap_to_cpu")]), KINDS, "no level of kind cpu"),
-        (LFUEvictionPolicy(action="compress"), KINDS, "stores blocks as they are"),
+        (LFUEvictionPolicy(target="disk", action="compress"), KINDS, "only levels in memory"),
     ],
 )
 def test_what_a_backend_lacks_is_refused(policy: EvictionPolicy, kinds: list[str], says: str) -> None:

@@ -145,6 +145,8 @@ class TierChain:
         """Give back what a request holds, saying how much it generated; False when it holds nothing (any more)."""
         released = self.leases.release(request_id, output_tokens)
         self.flow.settle()
+        for number in range(len(self.tiers) if released else 0):
+            self.flow.encode_soon(number)
         return released
 
     def evict(self, blocks: int, number: int = 0) -> int:

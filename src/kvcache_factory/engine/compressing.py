@@ -34,6 +34,8 @@ class CompressionRule(msgspec.Struct, frozen=True):
     behind_tokens: int = 0
     min_age_s: float = 0.0
     max_hits: int | None = None
+    when_full: bool = False
+    """Only when room runs out, in the order in which the policy would have blocks leave."""
 
     def exactly(self, chain_blocks: int, block_tokens: int) -> Exactly:
         """Which blocks, of a chain that has so many, stay exact because of their place in it."""

@@ -116,7 +116,8 @@ class Flow:
 
     def encode_soon(self, number: int) -> None:
         """Encode, in the background, what tier *number* has that its rule says is to be encoded by now."""
-        if isinstance(self.tiers[number], PackedTier) and not self._encoding[number]:
+        tier = self.tiers[number]
+        if isinstance(tier, PackedTier) and tier.is_open and not self._encoding[number]:
             self._encoding[number] = True
             if self.io.submit(Lane.STORE, partial(self._encode, number)) is None:
                 self._encoding[number] = False
@@ -126,6 +127,8 @@ class Flow:
         tier = self.tiers[number]
         assert isinstance(tier, PackedTier)
         self._encoding[number] = False
+        if tier.rule.when_full and tier.surplus(self.settings.demote_at) <= 0:
+            return
         rows = tier.candidates(ENCODED_AT_ONCE)
         if tier.encode(rows) and len(rows) == ENCODED_AT_ONCE:
             self.encode_soon(number)

@@ -193,7 +193,11 @@ class PackedTier(Tier):
     # -- encoding -----------------------------------------------------------------------------------------------------
 
     def candidates(self, most: int) -> Rows:
-        """Rows to encode next, at most *most*, the oldest first: by place in their chain, age and heat."""
+        """Rows to encode next, at most *most*, by place in their chain, age and heat.
+
+        The oldest first or, where the rule waits until room runs out, in the order in which the policy would have
+        them leave.
+        """
         index, rule, spec = self.movable, self.rule, self.spec
         assert spec is not None
         able = index.visible() & (self._place != NOWHERE) & (index.codings == 0) & (index.depth >= rule.keep_first)
@@ -204,8 +208,13 @@ class PackedTier(Tier):
         rows = np.flatnonzero(able).astype(np.int32)
         if len(rows):
             behind = (index.deepest()[rows] - index.depth[rows]) * spec.block_tokens
-            rows = rows[behind >= rule.behind_tokens]
-        return rows[np.argsort(self._touched[rows], kind="stable")][:most]
+            rows = self.movable.unheld(rows[behind >= rule.behind_tokens])
+        if not rule.when_full:
+            return rows[np.argsort(self._touched[rows], kind="stable")][:most]
+        chosen = self.index.select_victims(len(rows) + self.packed_blocks)
+        for row in chosen.tolist():
+            self.index.unpin(row)
+        return chosen[np.isin(chosen, rows)][:most]
 
     def encode(self, rows: Rows) -> int:
         """Encode those of *rows* that nobody holds; returns how many were."""
