@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from ..block.envelope import Fidelity, Header, checksum, pack_header
 from ..block.spec import PAGE, BlockSpec, Layout, round_up
-from ..codec.base import Encoded
+from ..codec.base import DOES_NOT_PAY, Encoded
 from ..errors import CapacityError
 from ..memory.chunks import ChunkPool, read_chunks, read_slot, write_chunks, write_slot
 from ..policy.base import NO_HINT, RequestHint
@@ -238,39 +238,45 @@ class PackedTier(Tier):
         payload = read_slot(self.slots, slot, self.payload_offset, spec.payload_bytes)
         layout = Layout.of_code(int(index.layout[row])).value
         made = encode_payload(spec, coder, payload, layout, depth)
-        chunks = self._chunks_for(made) if isinstance(made, Encoded) else None
-        if not isinstance(made, Encoded) or chunks is None:
+        count = self._chunks_for(made) if isinstance(made, Encoded) else 0
+        if not isinstance(made, Encoded) or not count:
             self._refused[row] = index.generation[row] + np.uint32(1)
-            self.count(Event.KEPT_RAW, 1, made if isinstance(made, str) else "full")
+            self.count(Event.KEPT_RAW, 1, made if isinstance(made, str) else DOES_NOT_PAY)
             return False
-        write_chunks(self.slots, chunks, PER_SLOT, made.data)
+        with self._room:
+            chunks = self._pool.take_chunks(count)
+        if chunks is not None:
+            write_chunks(self.slots, chunks, PER_SLOT, made.data)
 
         def swap() -> None:
             with self._room:
-                self._chunks[row, : len(chunks)] = chunks
-                self._sizes[row] = len(made.data)
-                self._params[row] = made.params
                 self._place[row] = NOWHERE
                 self._pool.give_slots(np.array([slot], np.int32))
+                taken = chunks
+                if taken is None:  # no room but where it is now, which is free from here on, and large enough
+                    taken = self._pool.take_chunks(count)
+                    assert taken is not None
+                    write_chunks(self.slots, taken, PER_SLOT, made.data)
+                self._chunks[row, :count] = taken
+                self._sizes[row] = len(made.data)
+                self._params[row] = made.params
             index.checksum[row] = checksum(made.data.data)
             if coder.lossy:
                 index.fidelity[row] = max(int(index.fidelity[row]), Fidelity.BOUNDED)
                 index.codings[row] = 1
 
         if not index.while_unheld(row, 1, swap):
-            with self._room:
-                self._pool.give_chunks(chunks)
+            if chunks is not None:
+                with self._room:
+                    self._pool.give_chunks(chunks)
             return False
         self.count(Event.ENCODED, 1, coder.name)
         return True
 
-    def _chunks_for(self, made: Encoded) -> Rows | None:
-        """Room for encoded bytes; None where there is none, or nothing would be gained."""
+    def _chunks_for(self, made: Encoded) -> int:
+        """How many chunks encoded bytes take; 0 where nothing would be gained."""
         count = -(-len(made.data) // (self._slot_bytes // PER_SLOT))
-        if count >= PER_SLOT:
-            return None
-        with self._room:
-            return self._pool.take_chunks(count)
+        return count if count < PER_SLOT else 0
 
     # -- decoding -----------------------------------------------------------------------------------------------------
 
