@@ -25,6 +25,7 @@ from kvcache_factory.block.key import KeyChain
 from kvcache_factory.block.spec import BlockSpec, KVDtype, Layout
 from kvcache_factory.codec import names
 from kvcache_factory.codec.values import from_bf16, narrow
+from kvcache_factory.engine.ledger import Event
 from kvcache_factory.errors import ConfigError
 from kvcache_factory.testing import FakeEngine, tiny_identity
 
@@ -264,17 +265,22 @@ def test_lossless_codecs_leave_blocks_exact(opened: Any) -> None:
 
 
 def test_encoded_blocks_move_down_as_they_are(opened: Any, tmp_path: Path) -> None:
-    """From memory to memory and to a disk that takes what leaves: encoded once, and never a second time."""
-    backend = HierarchicalBackend(
-        [gpu(1.2), DiskBackend(str(tmp_path), size_gb=8 * MIB, segment_mb=1, ingestion="evicted")]
-    )
-    cache = opened(backend, compression_policy=CompressionPolicy(method="int8"))
-    for first in range(4):
-        cache.save([first, *TOKENS[1:]])
-    for first in range(4):
-        assert all(error < 0.01 for error in cache.load([first, *TOKENS[1:]]))
-    rows = cache.manager._chain.tiers[1].index
-    assert rows.codings.max() == 1
+    """To a disk that takes what leaves: encoded once, never a second time, and small there too."""
+    disk = DiskBackend(str(tmp_path), size_gb=8 * MIB, segment_mb=1, ingestion="evicted")
+    cache = opened(HierarchicalBackend([gpu(), disk]), compression_policy=CompressionPolicy(method="int8"))
+    cache.save(TOKENS)
+    memory, lower = cache.manager._chain.tiers
+    tip = int(memory.index.rows_of(cache.space.chain(TOKENS).keys)[-1])
+    memory.index.pin(tip)
+    cache.manager._chain.flow._copy_chain(0, tip, 1, Event.DEMOTED)
+    assert cache.count("kept_raw", "coded_already") == BLOCKS - 2
+    assert lower.index.codings.max() == 1
+    assert lower.held_bytes < 0.7 * BLOCKS * SPEC.slot_bytes
+    cache.manager.evict(BLOCKS)
+    errors = cache.load(TOKENS)
+    assert len(errors) == BLOCKS
+    assert errors[0] == errors[-1] == 0
+    assert all(0 < error < 0.01 for error in errors[1:-1])
 
 
 # -- on a disk --------------------------------------------------------------------------------------------------------
