@@ -76,8 +76,8 @@ class Pca(SpectralCodec):
         plan = self._plan(step)
         numbers = np.concatenate(
             [
-                np.rint((rows @ part.basis[:, :kept]) * (np.float32(1) / unit))
-                for (_, part, rows), kept, unit in zip(self._rows(values, position), plan.kept, plan.units, strict=True)
+                np.rint((rows @ basis) * (np.float32(1) / unit))
+                for (_, _, rows), basis, unit in zip(self._rows(values, position), plan.bases, plan.units, strict=True)
             ],
             axis=1,
         ).T
@@ -123,10 +123,10 @@ class Pca(SpectralCodec):
     def _rows_of(self, whole: Any, plan: _Plan) -> list[Floats]:
         rows: list[Floats] = []
         at = 0
-        parts = [*self.calibration.keys, *self.calibration.values]
-        for part, kept, unit in zip(parts, plan.kept, plan.units, strict=True):
+        for basis, unit in zip(plan.bases, plan.units, strict=True):
+            kept = basis.shape[1]
             numbers: Floats = np.ascontiguousarray(whole[at : at + kept].T).astype(np.float32) * unit
-            rows.append(numbers @ part.basis[:, :kept].T)
+            rows.append(numbers @ basis.T)
             at += kept
         return rows
 
@@ -141,8 +141,9 @@ class _Plan:
         ]
         self.units = [np.float32(step * np.float32(unit)) for _, unit in sides]
         spread = [part.deviation / unit for (part, _), unit in zip(sides, self.units, strict=True)]
-        self.kept = [max(int((s > np.float32(_NEGLIGIBLE)).sum()), 1) for s in spread]
-        sizes = np.concatenate([s[:k] for s, k in zip(spread, self.kept, strict=True)])
+        kept = [max(int((s > np.float32(_NEGLIGIBLE)).sum()), 1) for s in spread]
+        self.bases = [np.ascontiguousarray(part.basis[:, :k]) for (part, _), k in zip(sides, kept, strict=True)]
+        sizes = np.concatenate([s[:k] for s, k in zip(spread, kept, strict=True)])
         self.shifts = np.zeros(len(sizes), np.int32)
         while (large := sizes > table.sizes[-1]).any():  # halving is exact, so both sides agree
             sizes = np.where(large, sizes * np.float32(0.5), sizes)

@@ -3,6 +3,9 @@
 The idea of TurboQuant (arXiv 2504.19874), without its second stage of one-bit residuals: signs are flipped by a fixed
 pattern, a Hadamard transform mixes the elements of each head of each token, and what comes out is quantised with the
 sixteen levels of Lloyd and Max, in units of the vector's root mean square.  Nothing is calibrated.
+
+Before that, the mean of each channel over the block is taken from the keys: channels that hardly change would otherwise
+fill the vector and leave the others few levels.  It costs a 70th of the bytes.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from ..block.spec import BlockSpec
 from ..errors import ConfigError
 from ..jit import kernel
 from .base import Bytes
-from .int8 import SMALLEST
+from .int8 import SMALLEST, scale_up
 from .lossy import WORD, LossyCodec
 from .values import Floats, from_bf16, to_bf16
 
@@ -26,7 +29,11 @@ _STEPS = ((LEVELS[1:] + LEVELS[:-1]) / np.float32(2)).astype(np.float32)
 
 
 class Rot4(LossyCodec):
-    """See the module.  Encoded: the root mean squares ``uint16 [layers, 2, heads, tokens]``, then two codes a byte."""
+    """See the module.
+
+    Encoded: units of the means ``uint16 [layers, heads]``, the means ``int8 [layers, heads, head_dim]``, the root mean
+    squares ``uint16 [layers, 2, heads, tokens]``, then two codes a byte.
+    """
 
     name: ClassVar[str] = "rot4"
     largest_ratio: ClassVar[float] = 4.0
@@ -39,31 +46,53 @@ class Rot4(LossyCodec):
             raise ConfigError(f"codec rot4 needs a head_dim that is a multiple of 8, not {spec.head_dim}; use 'int4g'")
         self._rows = 2 * spec.num_layers * spec.num_kv_heads * spec.block_tokens
         self._width = width
+        self._heads = spec.num_layers * spec.num_kv_heads
+        self._means = self._heads * spec.head_dim
         # Fixed for good: blocks outlive the program.
         turns = np.arange(spec.head_dim, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
         self._signs = np.where((turns >> np.uint64(63)) == 0, 1, -1).astype(np.float32)
 
     @property
     def _size(self) -> int:
-        return self._rows * (2 + self.spec.head_dim // 2)
+        return 2 * self._heads + self._means + self._rows * (2 + self.spec.head_dim // 2)
+
+    def _parts(self, data: Bytes) -> tuple[Any, Any, Any, Any]:
+        """Units of the means, means of the keys' channels, scales of all rows, codes ``[rows, head_dim / 2]``."""
+        units, means, scales, codes = np.split(
+            data, np.cumsum([2 * self._heads, self._means, 2 * self._rows], dtype=np.int64)
+        )
+        by_head = means.view(np.int8).reshape(self._heads, -1)
+        return units.view(np.uint16), by_head, scales.view(np.uint16), codes.reshape(self._rows, -1)
 
     def _encode(self, values: Floats, position: int) -> tuple[Bytes, bytes]:
         data = np.empty(self._size, np.uint8)
-        scales = data[: 2 * self._rows].view(np.uint16)
-        rows = values.reshape(self._rows, -1)
-        _rotate_and_pack(rows, self._signs, self._width, _STEPS, scales, data[2 * self._rows :].reshape(self._rows, -1))
+        units, means, scales, codes = self._parts(data)
+        total = values[:, 0, :, 0].copy()
+        for token in range(1, values.shape[3]):  # in this order, so that every machine gets the same sum
+            total += values[:, 0, :, token]
+        mean = (total * np.float32(1 / values.shape[3])).reshape(means.shape)
+        units[:] = scale_up(np.abs(mean).max(axis=1))
+        means[:] = np.rint(mean * (np.float32(1) / from_bf16(units))[:, None])
+        centred = values.copy()
+        centred[:, 0] -= self._means_of(units, means)
+        _rotate_and_pack(centred.reshape(self._rows, -1), self._signs, self._width, _STEPS, scales, codes)
         return data, b""
 
     def _decode(self, data: Bytes, own: bytes) -> Floats | str:
         if len(data) != self._size:
             return WORD
         spec = self.spec
+        units, means, scales, codes = self._parts(data)
         out = np.empty((self._rows, spec.head_dim), np.float32)
-        scales = data[: 2 * self._rows].view(np.uint16)
-        _unpack_and_rotate(
-            scales, data[2 * self._rows :].reshape(self._rows, -1), LEVELS, self._signs, self._width, out
-        )
-        return out.reshape(spec.num_layers, 2, spec.num_kv_heads, spec.block_tokens, spec.head_dim)
+        _unpack_and_rotate(scales, codes, LEVELS, self._signs, self._width, out)
+        values = out.reshape(spec.num_layers, 2, spec.num_kv_heads, spec.block_tokens, spec.head_dim)
+        values[:, 0] += self._means_of(units, means)
+        return values
+
+    def _means_of(self, units: Any, means: Any) -> Floats:
+        """``float32 [layers, heads, 1, head_dim]``"""
+        real: Floats = means.astype(np.float32) * from_bf16(units)[:, None]
+        return real.reshape(self.spec.num_layers, self.spec.num_kv_heads, 1, self.spec.head_dim)
 
 
 def _hadamard_numpy(rows: Any, width: int) -> None:

@@ -149,7 +149,7 @@ def _ready(
     if ratio is None:
         return codec
     if isinstance(codec, LowRank):
-        turned: BlockCodec = LowRank(rank=1 / max(ratio, 1.01), table=codec.table)
+        turned: BlockCodec = LowRank(rank=1 / max(ratio, 1.01), table=codec.table, max_rel_error=codec.max_rel_error)
     elif isinstance(codec, Pca):
         turned = _search(codec, ratio, reader, kv)
     else:
@@ -168,7 +168,7 @@ def _search(codec: Pca, ratio: float, reader: Reader, kv: KV) -> Pca:
         tried.open(reader.spec)
         coded = through(tried, few, reader.spec)
         low, high = (step, high) if coded.bytes_before / coded.bytes_after < ratio else (low, step)
-    return Pca(step=round((low * high) ** 0.5, 4), table=codec.table)
+    return Pca(step=round((low * high) ** 0.5, 4), table=codec.table, max_rel_error=codec.max_rel_error)
 
 
 def _measure(name: str, codec: BlockCodec, reader: Reader, kvs: list[Window], needles: list[Needle], plan: Plan) -> Row:
