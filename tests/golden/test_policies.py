@@ -5,9 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from tests.golden.traces import AGENTS, CONVERSATION, SYNTHETIC, GetTrace, flat, replay
+from tests.golden.traces import AGENTS, CONVERSATION, SYNTHETIC, GetTrace, blocks, flat, replay
 
-from kvcache_factory.simulate.replay import Settings
+from kvcache_factory.registry import make_policy
+from kvcache_factory.simulate.cost import ASSUMED_TFLOPS, CostModel
+from kvcache_factory.simulate.models import find_model
+from kvcache_factory.simulate.replay import Replay, Service, Settings, Size
 
 soak = pytest.mark.soak
 
@@ -87,3 +90,22 @@ def test_flat_policies_equal_libcachesim(
 ) -> None:
     """Block hits on unrelated blocks, to the four digits that are printed."""
     assert flat(trace(name), policy, percent) == pytest.approx(expected, abs=5.1e-5)
+
+
+def test_gre_keeps_what_is_worth_most_in_the_fastest_tier(trace: GetTrace) -> None:
+    """Step 10, with 1 % of the blocks in DRAM and 5 % on NVMe: more is found, and twice as much of it in DRAM."""
+    read = trace(CONVERSATION)
+    sizes = [Size("dram", blocks(read, 1)), Size("nvme", blocks(read, 5))]
+    gre, lru = (Replay(read, make_policy(name), sizes).run() for name in ("gre", "lru"))
+    assert gre.hits[0].sum() > 1.8 * lru.hits[0].sum()
+    assert gre.usable_hit > lru.usable_hit + 0.02
+
+
+@pytest.mark.parametrize("percent", [pytest.param(1, marks=soak), 5, pytest.param(10, marks=soak)])
+def test_the_gates_hold_on_chat_while_requests_are_in_flight(trace: GetTrace, percent: float) -> None:
+    """Leases held for as long as an 8B model at 300 TFLOP/s and 40 tokens a second would."""
+    model = find_model("llama-3-8b")
+    cost = CostModel.of_model(model, ASSUMED_TFLOPS)
+    settings = Settings(service=Service(cost), spec=model.spec(512, "bfloat16"))
+    gate = {1: 0.107, 5: 0.225, 10: 0.294}[int(percent)]
+    assert replay(trace(CONVERSATION), "gre", percent, settings).usable_hit >= gate
