@@ -185,8 +185,7 @@ class KeySpace:
             limit = min(limit, max(max_tokens, 0) // self.block_tokens)
         match = Match(request_id, reason="error" if context.chain.is_open else "closed")
         with context.guarded("match"):
-            owner = session if session is not None else current_session(context.number)
-            hint = RequestHint(reuse=reuse_hint, total_blocks=chain.num_blocks, session=owner or "")
+            hint = self._hint(session, reuse_hint, total_blocks=chain.num_blocks)
             if context.chain.is_open:
                 self._require(chain)
                 match = context.chain.finding.match(chain, self.root, request_id, limit, Fidelity.EXACT, hint)
@@ -194,7 +193,8 @@ class KeySpace:
         if context.recorder is not None:
             with context.guarded("record"):
                 owner = session if session is not None else current_session(context.number)
-                context.recorder.asked(request_id, chain.keys, chain.num_tokens, owner, reuse_hint)
+                said = self._hint(session, reuse_hint).reuse
+                context.recorder.asked(request_id, chain.keys, chain.num_tokens, owner, said)
         return match
 
     def load(self, match: Match, region: Region, positions: BlockPositions) -> int:
@@ -236,12 +236,11 @@ class KeySpace:
             count = min(len(positions), chain.num_blocks - first)
             if self._context.chain.is_open and count > 0:
                 self._require(chain, region)
-                owner = session if session is not None else current_session(self._context.number)
-                hint = RequestHint(
-                    reuse=reuse_hint,
+                hint = self._hint(
+                    session,
+                    reuse_hint,
                     total_blocks=chain.num_blocks,
                     first_block=first,
-                    session=owner or "",
                     output_tokens=output_tokens,
                     importance=self._importance(chain, importance, text),
                 )
@@ -275,16 +274,18 @@ class KeySpace:
             count = min(count, chain.num_blocks - first)
             if self._context.chain.is_open and count > 0:
                 self._require(chain)
-                hint = RequestHint(reuse=reuse_hint, total_blocks=chain.num_blocks, first_block=first)
+                hint = self._hint(session, reuse_hint, total_blocks=chain.num_blocks, first_block=first)
                 plan = self._context.chain.saving.plan_save(chain, self.root, first, count, tag, Fidelity.EXACT, hint)
                 self._charge(session, chain, first + count)
         return plan if plan is not None and len(plan.rows) else None
 
-    def finish_save(self, plan: SavePlan, filled: int, *, reuse_hint: ReuseHint = "unknown") -> None:
+    def finish_save(
+        self, plan: SavePlan, filled: int, *, session: str | None = None, reuse_hint: ReuseHint = "unknown"
+    ) -> None:
         """End a plan: its leading *filled* rows hold their blocks, the others are given back."""
         with self._context.guarded("save"):
             if self._context.chain.is_open:
-                self._context.chain.saving.finish_save(plan, filled, RequestHint(reuse=reuse_hint))
+                self._context.chain.saving.finish_save(plan, filled, self._hint(session, reuse_hint))
 
     def holds(self, match: Match) -> bool:
         """Whether the lease of *match* is still there."""
@@ -327,6 +328,14 @@ class KeySpace:
     def drop(self, chain: KeyChain, first: int = 0) -> int:
         """Drop the blocks of *chain* from number *first* on, and all that was built on them; returns how many."""
         return self._context.chain.drop(chain, first) if self._context.chain.is_open else 0
+
+    def _hint(self, session: str | None, reuse: ReuseHint, **known: Any) -> RequestHint:
+        """What is known of a request; what it does not say about its session's return, the session may."""
+        owner = session if session is not None else current_session(self._context.number)
+        if reuse == "unknown" and owner:
+            found = self._context.sessions.find(owner)
+            reuse = found.reuse_hint if found is not None else reuse
+        return RequestHint(reuse=reuse, session=owner or "", **known)
 
     def _importance(self, chain: KeyChain, given: Any, text: str | None) -> Any:
         scorer = self._context.scorer

@@ -68,7 +68,7 @@ class TierChain:
         self.leases = LeaseBook(settings.lease_max_age_s, clock, self._count_expired)
         self.finding = Finding(self.tiers, self.flow, self.leases, ledger)
         self.loading = Loading(self.tiers, self.flow, self.leases, self.mover, ledger)
-        self.saving = Saving(self.tiers, self.flow, self.leases, self.mover)
+        self.saving = Saving(self.tiers, self.flow, self.leases, self.mover, roots)
         self._spec: BlockSpec | None = None
         self._open_lock = threading.Lock()
         self._closed = False

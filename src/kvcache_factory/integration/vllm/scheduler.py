@@ -177,7 +177,8 @@ class SchedulerSide:
             wanted = limit // tracked.space.block_tokens
             if known.blocks >= min(wanted, tracked.space.peek(tracked.chain)):
                 return
-        tracked.match = tracked.space.match(tracked.chain, tracked.id, max_tokens=limit, session=tracked.session)
+        said: dict[str, Any] = {"session": tracked.session, "reuse_hint": tracked.reuse_hint}
+        tracked.match = tracked.space.match(tracked.chain, tracked.id, max_tokens=limit, **said)
 
     # -- a request is scheduled ---------------------------------------------------------------------------------------
 
@@ -255,11 +256,12 @@ class SchedulerSide:
         self._next_plan += 1
 
     def _reserve(self, tracked: TrackedRequest, first: int, end: int) -> SavePlan | None:
-        space, tag, session = tracked.space, self.geometry.tag, tracked.session
-        plan = space.plan_save(tracked.chain, first=first, count=end - first, tag=tag, session=session)
+        space, tag = tracked.space, self.geometry.tag
+        said: dict[str, Any] = {"session": tracked.session, "reuse_hint": tracked.reuse_hint}
+        plan = space.plan_save(tracked.chain, first=first, count=end - first, tag=tag, **said)
         if plan is None and first and space.peek(tracked.chain) < first:
             # What these blocks build on has left; the engine still has it.
-            plan = space.plan_save(tracked.chain, first=0, count=end, tag=tag, session=session)
+            plan = space.plan_save(tracked.chain, first=0, count=end, tag=tag, **said)
         return plan
 
     # -- a step has ended ---------------------------------------------------------------------------------------------
@@ -280,7 +282,10 @@ class SchedulerSide:
                 continue
             tracked = self._requests.get(request_id)
             space = tracked.space if tracked is not None else self.spaces.plain
-            space.finish_save(plan, filled)
+            said: dict[str, Any] = {}
+            if tracked is not None:
+                said = {"session": tracked.session, "reuse_hint": tracked.reuse_hint}
+            space.finish_save(plan, filled, **said)
             if self.events is not None:
                 self.events.ended(number, filled)
             if tracked is not None and filled < len(plan.rows):
