@@ -194,7 +194,16 @@ class TierChain:
             ticket = self.flow.io.submit(Lane.LOAD, tier.refresh)
             if ticket is None:
                 tier.refreshing = False
+            self.forget_idle_roots()
         return ticket
+
+    def forget_idle_roots(self) -> None:
+        """Where roots have become many, forget those that no model and no block stands on."""
+        if self.roots.crowded and self.is_open:
+            asked, used = self.roots.asked, set[int]()
+            for tier in self._tiers_twice():  # a block on its way up leaves the lower tier after it has come
+                used |= tier.index.roots()
+            self.roots.forget(used, asked)
 
     def _match_tiers(
         self,
@@ -423,7 +432,7 @@ class TierChain:
         return sum(tier.drop_unshared(keys, reason, wipe) for tier in self._tiers_twice())
 
     def _tiers_twice(self) -> list[Tier]:
-        """For dropping: a copy that began before the first look ends before the second, or sees its source gone."""
+        """To look everywhere: a copy that began before the first look ends before the second, or its source is gone."""
         return [*self.tiers, *self.tiers[:-1]]
 
     def holds(self, keys: Keys) -> npt.NDArray[np.bool_]:

@@ -117,21 +117,31 @@ def test_other_block_sizes(block_size: int) -> None:
     assert (played["figures"]["check"], played["figures"]["leases"]) == ([], 0)
 
 
-def test_more_requests_than_either_pool_can_hold() -> None:
-    """vLLM preempts and we evict, and every answer is as expected."""
+def test_32_requests_at_once_with_eviction_and_preemption() -> None:
+    """Together they need more than either pool has: vLLM preempts, we evict, and every answer is as expected."""
     played = play(
         "crowd",
         "figures",
-        connector={"memory_gb": 0.06},
-        num_gpu_blocks_override=24,
-        max_model_len=1024,
-        max_num_seqs=8,
+        connector={"memory_gb": 0.06, "block_tokens": 32},
+        block_size=32,
+        num_gpu_blocks_override=118,
+        max_model_len=256,
+        max_num_seqs=32,
+        more={"calm": 16},
     )
     scene = played["crowd"]
+    assert scene["most"] == 32
     assert all(run == scene["expected"] for run in scene["runs"])
     assert scene["preempted"] > 0
     assert scene["evicted"] > 0
     assert (played["figures"]["check"], played["figures"]["leases"]) == ([], 0)
+
+
+def test_bfloat16_answers_like_vllms_own_prefix_cache() -> None:
+    """Rounding depends on how a prefill is cut, so the yardstick is a hit in the engine's own memory: identical."""
+    scene = play("reuse", dtype="bfloat16")["reuse"]
+    assert scene["warm"]["cached"] == scene["local"]["cached"] == [640]
+    assert scene["warm"]["ids"] == scene["local"]["ids"]
 
 
 def test_drafts_that_were_rejected_are_not_saved() -> None:
@@ -158,3 +168,11 @@ def test_kv_events_say_what_the_host_holds() -> None:
     assert scene["stored"] == scene["gpu"]
     assert len(scene["stored"]) == 4
     assert scene["removed"] == scene["stored"]
+
+
+def test_a_manager_of_this_process_by_engine_args() -> None:
+    """``VLLMCacheAdapter.engine_args``: the engine uses the very manager, and other settings reach the connector."""
+    played = play("reuse", "handed_over", more={"handed_over": True})
+    assert played["reuse"]["warm"]["cached"] == [640]
+    assert played["reuse"]["warm"]["ids"] == played["reuse"]["expected"]
+    assert played["handed_over"] == {"same": True, "namespace": "handed over", "policy": "recompute"}
