@@ -173,7 +173,7 @@ def embeddings(stage: Stage) -> dict[str, Any]:
     """A prompt of embeddings, those of known tokens, twice; and then as tokens."""
     from safetensors.torch import load_file
 
-    ids = stage.ids("import", 200)
+    ids = stage.ids("while", 200)
     table = load_file(f"{stage.plan['model']}/model.safetensors")["model.embed_tokens.weight"]
     runs = []
     for _ in range(2):
@@ -284,9 +284,9 @@ def crowd(stage: Stage) -> dict[str, Any]:
     core, most = stage.llm.llm_engine.engine_core.engine_core, 0
     real = core.scheduler.schedule
 
-    def schedule() -> Any:
+    def schedule(*args: Any) -> Any:
         nonlocal most
-        output = real()
+        output = real(*args)
         most = max(most, len(core.scheduler.running))
         return output
 

@@ -106,15 +106,40 @@ def test_the_books_are_in_order_and_vllm_shows_them(played: dict[str, Any]) -> N
     assert scene["metrics"]["vllm:kvcache_factory_loads_failed"] == 1
 
 
-@pytest.mark.parametrize("block_size", [32, 128])
-def test_other_block_sizes(block_size: int) -> None:
+@pytest.fixture(params=[32, 128])
+def other(request: pytest.FixtureRequest, once: Once) -> dict[str, Any]:
+    """Other engine blocks; the manager is one of this process, put there by ``engine_args``, and events are on."""
+
+    def act() -> Any:
+        scenes = ("reuse", "next_turn", "shared_prefixes", "handed_over", "figures", "events")
+        config = {"enable_kv_cache_events": True, "publisher": "null"}
+        return play(*scenes, block_size=request.param, kv_events_config=config, more={"handed_over": True})
+
+    result: dict[str, Any] = {**once(f"engine-{request.param}", act), "block_size": request.param}
+    return result
+
+
+def test_other_block_sizes(other: dict[str, Any]) -> None:
     """Storage blocks of 64 and 128 tokens, of two engine blocks and of one; local hits may end between them."""
-    played = play("reuse", "next_turn", "shared_prefixes", "figures", block_size=block_size)
     for name in ("reuse", "next_turn", "shared_prefixes"):
-        assert played[name]["expected"] == played[name]["warm"]["ids"]
-    step = max(block_size, 64)
-    assert played["reuse"]["warm"]["cached"] == [699 // step * step]
-    assert (played["figures"]["check"], played["figures"]["leases"]) == ([], 0)
+        assert other[name]["expected"] == other[name]["warm"]["ids"]
+    step = max(other["block_size"], 64)
+    assert other["reuse"]["warm"]["cached"] == [699 // step * step]
+    assert (other["figures"]["check"], other["figures"]["leases"]) == ([], 0)
+
+
+def test_engine_args_put_a_manager_of_this_process_behind_the_engine(other: dict[str, Any]) -> None:
+    """It is the very manager, a failed load is computed, and other settings reach the connector."""
+    assert other["handed_over"] == {"same": True, "namespace": "handed over", "policy": "recompute"}
+
+
+def test_kv_events_say_what_the_host_holds(other: dict[str, Any]) -> None:
+    """Blocks are announced under vLLM's own hashes when they are stored, and when they have left."""
+    scene, parts = other["events"], max(64 // other["block_size"], 1)
+    whole = len(scene["gpu"]) // parts * parts  # vLLM also announces the first half of a storage block
+    assert len(scene["stored"]) == whole == 256 // other["block_size"]
+    assert set(scene["stored"]) <= set(scene["gpu"])
+    assert scene["removed"] == scene["stored"]
 
 
 def test_32_requests_at_once_with_eviction_and_preemption() -> None:
@@ -159,20 +184,3 @@ def test_fp8_keys_and_values() -> None:
     played = play("reuse", "figures", kv_cache_dtype="fp8_e4m3")
     assert played["reuse"]["warm"]["cached"] == [640]
     assert played["reuse"]["warm"]["ids"] == played["reuse"]["local"]["ids"]
-
-
-def test_kv_events_say_what_the_host_holds() -> None:
-    """Blocks are announced under vLLM's own hashes when they are stored, and when they have left."""
-    config = {"enable_kv_cache_events": True, "publisher": "null"}
-    scene = play("events", kv_events_config=config)["events"]
-    assert scene["stored"] == scene["gpu"]
-    assert len(scene["stored"]) == 4
-    assert scene["removed"] == scene["stored"]
-
-
-def test_a_manager_of_this_process_by_engine_args() -> None:
-    """``VLLMCacheAdapter.engine_args``: the engine uses the very manager, and other settings reach the connector."""
-    played = play("reuse", "handed_over", more={"handed_over": True})
-    assert played["reuse"]["warm"]["cached"] == [640]
-    assert played["reuse"]["warm"]["ids"] == played["reuse"]["expected"]
-    assert played["handed_over"] == {"same": True, "namespace": "handed over", "policy": "recompute"}
