@@ -111,7 +111,7 @@ def other(request: pytest.FixtureRequest, once: Once) -> dict[str, Any]:
     """Other engine blocks; the manager is one of this process, put there by ``engine_args``, and events are on."""
 
     def act() -> Any:
-        scenes = ("reuse", "next_turn", "shared_prefixes", "handed_over", "figures", "events")
+        scenes = ("events", "reuse", "next_turn", "shared_prefixes", "handed_over", "figures")
         config = {"enable_kv_cache_events": True, "publisher": "null"}
         return play(*scenes, block_size=request.param, kv_events_config=config, more={"handed_over": True})
 
