@@ -59,13 +59,13 @@ class Cuda:
         yield
         self.current = before
 
-    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:  # noqa: N802  CUDA's own name
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
         if len(self.registered) == self.refuses_at:
             return 2
         self.registered[address] = size
         return 0
 
-    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
+    def cudaHostUnregister(self, address: int) -> int:
         del self.registered[address]
         return 0
 

@@ -23,8 +23,8 @@ _streams: dict[str, Any] = {}
 def beside_compute(*devices: str) -> Iterator[None]:
     """Queue the copies inside on a stream of their own, behind what the engine has queued until now.
 
-    Leaving waits for an event after these copies, not for the device: what the engine queues meanwhile goes on.  Without
-    a CUDA device among *devices* nothing happens.
+    Leaving waits for an event after these copies, not for the device: what the engine queues meanwhile goes on.
+    Without a CUDA device among *devices* nothing happens.
     """
     device = next((device for device in devices if device.startswith("cuda")), None)
     if device is None:

@@ -78,7 +78,7 @@ class Slab:
         return self._prefault.done / (self.slots * self.slot_bytes) if self._prefault else 0.0
 
     def pin_in_background(self) -> None:
-        """Start registering the memory with CUDA, so that devices reach it by themselves; slots can be used meanwhile."""
+        """Start registering the memory with CUDA, so that devices reach it themselves; slots can be used meanwhile."""
         if self._pin is None and self._bytes is not None:
             self._pin = Pin(self.base, self.slots, self.slot_bytes)
 
