@@ -49,7 +49,7 @@ def _stream(device: str) -> Any:
 
     with _lock:
         if device not in _streams:
-            _streams[device] = torch.cuda.Stream(device)
+            _streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         return _streams[device]
 
 
@@ -109,4 +109,4 @@ class Pin:
 def _cudart() -> Any:
     import torch
 
-    return torch.cuda.cudart()
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
