@@ -192,7 +192,7 @@ class KeySpace:
             hint = RequestHint(reuse=reuse_hint, total_blocks=chain.num_blocks, session=owner or "")
             if context.chain.is_open:
                 self._require(chain)
-                match = context.chain.match(chain, self.root, request_id, limit, Fidelity.EXACT, hint)
+                match = context.chain.finding.match(chain, self.root, request_id, limit, Fidelity.EXACT, hint)
         self._charge(session, chain, match.blocks, used=True)
         if context.recorder is not None:
             with context.guarded("record"):
@@ -209,7 +209,7 @@ class KeySpace:
         with self._context.guarded("load"):
             if self._context.chain.is_open and match.blocks:
                 self._require(region=region)
-                loaded = self._context.chain.load(match, region, positions)
+                loaded = self._context.chain.loading.load(match, region, positions)
         return loaded
 
     def save(
@@ -252,7 +252,7 @@ class KeySpace:
                 # Before anything is stored: whoever ends the session meanwhile takes these blocks along.
                 charged = self._charge(session, chain, first + count)
                 arguments = region, part, first, fidelity, hint, request_id
-                stored = self._context.chain.save(chain, self.root, *arguments)
+                stored = self._context.chain.saving.save(chain, self.root, *arguments)
                 if charged is not None and charged.purged is not None:
                     keys = self._context.sessions.unheld(chain.keys[: first + count])
                     self._context.chain.drop_unshared(keys, "session_destroyed", wipe=charged.purged)
@@ -279,7 +279,7 @@ class KeySpace:
             if self._context.chain.is_open and count > 0:
                 self._require(chain)
                 hint = RequestHint(reuse=reuse_hint, total_blocks=chain.num_blocks, first_block=first)
-                plan = self._context.chain.plan_save(chain, self.root, first, count, tag, Fidelity.EXACT, hint)
+                plan = self._context.chain.saving.plan_save(chain, self.root, first, count, tag, Fidelity.EXACT, hint)
                 self._charge(session, chain, first + count)
         return plan if plan is not None and len(plan.rows) else None
 
@@ -287,7 +287,7 @@ class KeySpace:
         """End a plan: its leading *filled* rows hold their blocks, the others are given back."""
         with self._context.guarded("save"):
             if self._context.chain.is_open:
-                self._context.chain.finish_save(plan, filled, RequestHint(reuse=reuse_hint))
+                self._context.chain.saving.finish_save(plan, filled, RequestHint(reuse=reuse_hint))
 
     def holds(self, match: Match) -> bool:
         """Whether the lease of *match* is still there."""
@@ -298,7 +298,7 @@ class KeySpace:
         plan = LoadPlan()
         with self._context.guarded("load"):
             if self._context.chain.is_open:
-                plan = self._context.chain.plan_load(match, count)
+                plan = self._context.chain.loading.plan_load(match, count)
         return plan
 
     def release(self, request_id: str, output_tokens: int = 0) -> bool:
@@ -316,7 +316,7 @@ class KeySpace:
         ticket = None
         with self._context.guarded("prefetch"):
             if self._context.chain.is_open:
-                ticket = self._context.chain.prefetch(chain, self.root)
+                ticket = self._context.chain.finding.prefetch(chain, self.root)
         return ticket
 
     def refresh(self) -> Ticket | None:
@@ -324,7 +324,7 @@ class KeySpace:
         ticket = None
         with self._context.guarded("refresh"):
             if self._context.chain.is_open:
-                ticket = self._context.chain.refresh_if_stale()
+                ticket = self._context.chain.finding.refresh_if_stale()
         return ticket
 
     def drop(self, chain: KeyChain, first: int = 0) -> int:

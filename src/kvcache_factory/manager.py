@@ -169,7 +169,7 @@ class CacheManager:
         with self._context.guarded("note"):
             leave_notes(self.config.backend, identity)
         warm_up_in_background()
-        self._chain.forget_idle_roots()
+        self._chain.finding.forget_idle_roots()
         # Roots are negative, so that they cannot be taken for rows; -1 means "no parent" and is nobody's.
         root = self._chain.roots.number(root_key(identity, self.config.key_builder), identity.digest, known=True)
         return KeySpace(self._context, spec, identity, root, owner=self)

@@ -1,0 +1,93 @@
+"""Storing what is missing of a chain in the first tier, from where it flows down by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..block.envelope import Fidelity
+from ..block.key import KeyChain
+from ..block.plan import SavePlan
+from ..block.spec import Layout
+from ..memory.region import BlockPositions, Region
+from ..policy.base import RequestHint
+from .flow import Flow
+from .lease import LeaseBook
+from .ledger import Event
+from .mover import Mover
+from .tier import Tier
+
+
+class Saving:
+    """The verb *save* over the tiers of a chain."""
+
+    def __init__(self, tiers: Sequence[Tier], flow: Flow, leases: LeaseBook, mover: Mover) -> None:
+        self.tiers = tiers
+        self.flow = flow
+        self.leases = leases
+        self.mover = mover
+
+    def save(
+        self,
+        chain: KeyChain,
+        root: int,
+        region: Region,
+        positions: BlockPositions,
+        first: int,
+        fidelity: Fidelity,
+        hint: RequestHint,
+        request_id: str | None = None,
+    ) -> int:
+        """Store what is missing of the blocks *first* .. of *chain*, which are at *positions* of the engine's tensors.
+
+        The lease of *request_id* holds it too.
+        """
+        plan = self.plan_save(chain, root, first, len(positions), region.tag, fidelity, hint)
+        filled = 0
+        try:
+            if len(plan.rows):
+                start = plan.first - first
+                part = positions[start : start + len(plan.rows)]
+                self.mover.gather(self.tiers[0], plan.rows, region, part)
+                filled = len(plan.rows)
+        finally:
+            self.finish_save(plan, filled, hint, request_id)
+        return filled
+
+    def plan_save(
+        self,
+        chain: KeyChain,
+        root: int,
+        first: int,
+        count: int,
+        tag: Layout,
+        fidelity: Fidelity,
+        hint: RequestHint,
+    ) -> SavePlan:
+        """Reserve rows for those of the blocks *first* to *first* + *count* - 1 that are missing.
+
+        Whoever copies them, here or in another process, must end with :meth:`finish_save`.
+        """
+        tier = self.tiers[0]
+        reservation = tier.reserve(chain, root, first, count, fidelity, self.mover.layout_code(tag), hint)
+        tier.count_left(reservation, self.flow.below(0))
+        if reservation.reason == "parent_absent":
+            tier.count(Event.NOT_STORED, count, reservation.reason)
+        else:
+            tier.count(Event.DUPLICATE, count - reservation.wanted)
+        return SavePlan(reservation.first, reservation.rows)
+
+    def finish_save(self, plan: SavePlan, filled: int, hint: RequestHint, request_id: str | None = None) -> None:
+        """The leading *filled* rows of *plan* hold their blocks, the lease of *request_id* too; the rest go back."""
+        tier = self.tiers[0]
+        rows, rest = plan.rows[:filled], plan.rows[filled:]
+        if len(rows):
+            tier.seal(rows, self.flow.settings.integrity)
+            tip = int(rows[-1])
+            tier.index.pin(tip)
+            tier.count(Event.STORED, tier.index.commit(rows, hint))
+            if request_id is not None:
+                self.leases.extend(request_id, tier, tip)
+            self.flow.stored(0, tip)
+        if len(rest):
+            tier.abort(rest)
+            tier.count(Event.NOT_STORED, len(rest), "copy_failed")
