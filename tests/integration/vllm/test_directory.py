@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from engines import Waiting, kill_after, needs_vllm, play
 
 pytestmark = needs_vllm
 
 
+@pytest.mark.soak
 def test_a_fresh_process_loads_what_another_saved(tmp_path: Path) -> None:
     """Computed once; then loaded by a new process, by one with other blocks, and by one with children."""
     connector = {"disk_path": str(tmp_path / "kv"), "disk_gb": 1}

@@ -106,7 +106,7 @@ def test_the_books_are_in_order_and_vllm_shows_them(played: dict[str, Any]) -> N
     assert scene["metrics"]["vllm:kvcache_factory_loads_failed"] == 1
 
 
-@pytest.fixture(params=[32, 128])
+@pytest.fixture(params=[pytest.param(32, marks=pytest.mark.soak), 128])
 def other(request: pytest.FixtureRequest, once: Once) -> dict[str, Any]:
     """Other engine blocks; the manager is one of this process, put there by ``engine_args``, and events are on."""
 
@@ -169,6 +169,7 @@ def test_bfloat16_answers_like_vllms_own_prefix_cache() -> None:
     assert scene["warm"]["ids"] == scene["local"]["ids"]
 
 
+@pytest.mark.soak
 def test_drafts_that_were_rejected_are_not_saved() -> None:
     """With n-gram speculation the next turn loads generated tokens, and answers are as expected."""
     draft = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}
@@ -179,6 +180,7 @@ def test_drafts_that_were_rejected_are_not_saved() -> None:
     assert (played["figures"]["check"], played["figures"]["leases"]) == ([], 0)
 
 
+@pytest.mark.soak
 def test_fp8_keys_and_values() -> None:
     """Blocks of one byte an element come back as they were."""
     played = play("reuse", "figures", kv_cache_dtype="fp8_e4m3")
