@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -139,6 +140,8 @@ class KeySpace:
         self.identity = identity
         self._context = context
         self.root = root
+        context.chain.roots.hold(root)
+        weakref.finalize(self, context.chain.roots.let_go, root).atexit = False
 
     @property
     def block_tokens(self) -> int:

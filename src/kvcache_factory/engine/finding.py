@@ -86,7 +86,20 @@ class Finding:
             ticket = self.flow.io.submit(Lane.LOAD, tier.refresh)
             if ticket is None:
                 tier.refreshing = False
+            self.forget_idle_roots()
         return ticket
+
+    def forget_idle_roots(self) -> None:
+        """Where roots have become many, forget those that no model and no block stands on."""
+        roots = self.flow.roots
+        if roots.crowded:
+            asked, used = roots.asked, set[int]()
+            for tier in (
+                *self.tiers,
+                *self.tiers[:-1],
+            ):  # a block on its way up leaves the lower tier after it has come
+                used |= tier.index.roots()
+            roots.forget(used, asked)
 
     def _match_tiers(
         self,

@@ -66,6 +66,11 @@ class Index(Tree):
             rows[(rows >= 0) & (self.state[rows] != READY)] = -1
             return rows
 
+    def roots(self) -> set[int]:
+        """Numbers of the roots that blocks stand on, visible or not."""
+        with self._lock:
+            return set(np.unique(self.parent[(self.state != FREE) & (self.parent < -1)]).tolist())
+
     def knows(self, keys: Keys) -> npt.NDArray[np.bool_]:
         """Which of *keys* ``[n, 2]`` are here, whole or being written."""
         with self._lock:
