@@ -109,6 +109,9 @@ class Reads:
         if not operation.done:
             operation.then(partial(self._let_go, rows, slots))
             return 0, "timeout"
+        if operation.reason == "invalid":  # of another size: no image of ours
+            self._level.count(Event.LOAD_FAILED, 1, operation.reason)
+            self._level.forget([names[operation.count]])
         images, reason = self._prove(chain, reserved.first, names, slots[: operation.count])
         good = len(images)
         self._keep(rows, slots, images)
