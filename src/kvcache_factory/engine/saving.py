@@ -131,7 +131,7 @@ class Saving:
             tier.count(Event.STORED, tier.index.commit(rows, hint))
             if request_id is not None:
                 self.leases.extend(request_id, tier, tip)
-            self.flow.stored(0, tip, hint)
+            self.flow.stored(0, tip, len(rows), hint)
         if len(rest):
             tier.abort(rest)
             tier.count(Event.NOT_STORED, len(rest), "copy_failed")
