@@ -17,6 +17,7 @@ from .ledger import Event
 from .mover import Mover
 from .passing import Passing, unstored
 from .roots import Roots
+from .seen import Seen
 from .table import Rows
 from .tier import Ingestion, Tier
 from .values import NOT_ADMITTED, Reservation
@@ -31,6 +32,8 @@ class Saving:
         self.leases = leases
         self.mover = mover
         self.roots = roots
+        self.seen: Seen | None = None
+        """Keys that were computed before; there once the tiers are open."""
 
     def save(
         self,
@@ -53,7 +56,8 @@ class Saving:
             if len(plan.rows):
                 start = plan.first - first
                 part = positions[start : start + len(plan.rows)]
-                self.mover.gather(self.tiers[0], plan.rows, region, part)
+                with self.tiers[0].timing("save"):
+                    self.mover.gather(self.tiers[0], plan.rows, region, part)
                 filled = len(plan.rows)
         finally:
             self.finish_save(plan, filled, hint, request_id)
@@ -112,6 +116,8 @@ class Saving:
         hint: RequestHint,
     ) -> Reservation:
         tier = self.tiers[0]
+        if self.seen is not None:
+            self.seen.add(chain.keys[first : first + count])
         reservation = tier.reserve(chain, root, first, count, fidelity, self.mover.layout_code(tag), hint)
         tier.count_left(reservation, self.flow.below(0))
         if reservation.reason == "parent_absent":
