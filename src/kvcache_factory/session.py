@@ -153,6 +153,15 @@ class SessionBook:
             self._sessions.pop(session_id).purged = purge
             return keys
 
+    def dismiss(self, session_id: str) -> bool:
+        """Remove a session and leave its blocks to whoever else finds them; False when there is none."""
+        with self._lock:
+            known = session_id in self._sessions
+            if known:
+                self.clear(session_id)
+                del self._sessions[session_id]
+            return known
+
     def used(self, session_id: str, asked_tokens: int, reused_tokens: int) -> None:
         """Note a request of a session."""
         with self._lock:

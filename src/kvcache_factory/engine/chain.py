@@ -10,38 +10,33 @@ Decide here, move there: the indexes decide under their locks and hand out rows;
 
 from __future__ import annotations
 
-import itertools
 import threading
 from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
-from ..block.envelope import Fidelity
 from ..block.key import KeyChain
-from ..block.plan import ChainView, LoadPlan, Match, SavePlan, Segment
-from ..block.spec import BlockSpec, Layout
+from ..block.spec import BlockSpec
 from ..errors import ClosedError, ConfigError
-from ..memory.region import BlockPositions, Region
-from ..policy.base import NO_HINT, RequestHint
-from ..store.base import SlotMemory
-from .fetch import Fetch
+from .finding import Finding, view_of
 from .flow import Flow, FlowSettings
-from .io import IOPool, Lane, Ticket
+from .io import IOPool
 from .lasting import LastingTier
-from .lease import LeaseBook
+from .lease import LeaseBook, Usage
 from .ledger import MANAGER, Event, Ledger
+from .loading import Loading
 from .mover import Mover
-from .passing import Passing, unstored
-from .prefetch import Prefetch
+from .remote import RemoteLevel
 from .roots import Roots
-from .table import Keys, Rows
-from .tier import Ingestion, Tier
-from .values import NOT_ADMITTED, Reservation
+from .saving import Saving
+from .seen import Seen
+from .table import Keys
+from .tier import Tier
 
 
 class TierChain:
-    """The verbs of the cache over an ordered list of tiers.
+    """An ordered list of tiers: opened and closed together; *finding*, *loading* and *saving* are its verbs.
 
     Parameters
     ----------
@@ -51,6 +46,10 @@ class TierChain:
         Called with whatever a background job raised.
     io:
         Who runs background jobs; by default threads of its own.
+    mover:
+        Who copies payloads.
+    remote:
+        The level below all tiers that is asked by name, unopened.
     """
 
     def __init__(
@@ -62,18 +61,23 @@ class TierChain:
         clock: Callable[[], float],
         on_error: Callable[[Exception], None],
         io: IOPool | None = None,
+        mover: Mover | None = None,
+        remote: RemoteLevel | None = None,
     ) -> None:
         assert tiers, "a chain needs a tier"
         self.tiers = list(tiers)
         self.roots = roots
         self.flow = Flow(self.tiers, settings, self.roots, on_error, io)
+        self.flow.remote = self.remote = remote
         self.ledger = ledger
-        self.mover = Mover()
-        self.leases = LeaseBook(settings.lease_max_age_s, clock, self._count_expired)
+        self.mover = mover or Mover()
+        self.leases = LeaseBook(settings.lease_max_age_s, clock, self._count_expired, self._count_usage)
+        self.finding = Finding(self.tiers, self.flow, self.leases, ledger)
+        self.loading = Loading(self.tiers, self.flow, self.leases, self.mover, ledger)
+        self.saving = Saving(self.tiers, self.flow, self.leases, self.mover, roots)
         self._spec: BlockSpec | None = None
         self._open_lock = threading.Lock()
         self._closed = False
-        self._prefetches = itertools.count()
 
     # -- open and close -----------------------------------------------------------------------------------------------
 
@@ -90,11 +94,15 @@ class TierChain:
                 for tier in self.tiers:
                     opened.append(tier)
                     tier.open(spec)
+                if self.remote is not None:
+                    self.remote.landed = self._landed
+                    self.remote.open(spec, self.tiers)
             except BaseException:
                 for tier in opened:
                     tier.close()
                 raise
             self.flow.open(spec)
+            self.finding.seen = self.saving.seen = Seen(sum(tier.index.capacity for tier in self.tiers))
             self._spec = spec
 
     @staticmethod
@@ -111,9 +119,13 @@ class TierChain:
         """Whether tiers are allocated and not closed."""
         return self._spec is not None and not self._closed
 
+    def _landed(self, tip: int) -> None:
+        assert self.remote is not None
+        self.flow.stored(self.remote.source_number, tip, 0)
+
     def wait(self, timeout: float | None = None) -> bool:
         """Wait for background work; False when *timeout* seconds were not enough."""
-        return self.flow.io.wait(timeout)
+        return self.flow.wait(timeout)
 
     def close(self) -> None:
         """Stop intake, end background work, free everything; idempotent."""
@@ -127,60 +139,11 @@ class TierChain:
         for tier in self.tiers:
             tier.close()
 
-    # -- match and load -----------------------------------------------------------------------------------------------
+    # -- asking -------------------------------------------------------------------------------------------------------
 
     def peek(self, chain: KeyChain) -> int:
         """Leading blocks of *chain* that some tier holds, by key alone."""
         return max(tier.index.peek(chain) for tier in self.tiers) if self.is_open else 0
-
-    def match(
-        self, chain: KeyChain, root: int, request_id: str, limit: int, worst: Fidelity, hint: RequestHint
-    ) -> Match:
-        """The verified leading run of at most *limit* blocks, leased to *request_id*."""
-        return self._lease(chain, root, request_id, limit, worst, hint, counted=True)
-
-    def _lease(
-        self,
-        chain: KeyChain,
-        root: int,
-        request_id: str,
-        limit: int,
-        worst: Fidelity,
-        hint: RequestHint,
-        *,
-        counted: bool,
-    ) -> Match:
-        limit = min(limit, chain.num_blocks)
-        self.refresh_if_stale()
-        pins: list[tuple[Tier, int]] = []
-        try:
-            segments, covered, reason = self._match_tiers(chain, root, limit, worst, hint, pins, counted)
-        except BaseException:
-            for tier, row in pins:
-                tier.index.unpin(row)
-            raise
-        if counted:
-            self.ledger.add(MANAGER, Event.ASKED, limit)
-            self.ledger.add(MANAGER, Event.HIT, covered)
-        if counted and covered < limit:
-            self.ledger.add(MANAGER, Event.MISS, limit - covered, reason=reason)
-        lease = self.leases.open(request_id, pins)
-        self.flow.settle()
-        tokens = covered * chain.identity.block_tokens
-        stored = any(self.tiers[segment.tier].store.memory is None for segment in segments)
-        view = self._view(chain, covered) if stored else None
-        return Match(request_id, covered, tokens, tuple(segments), reason, lease, root, view)
-
-    @staticmethod
-    def _view(chain: KeyChain, blocks: int) -> ChainView:
-        return ChainView(
-            root_key=chain.root,
-            identity_digest=chain.identity.digest,
-            keys=chain.keys[:blocks],
-            token_blocks=chain.token_blocks[:blocks],
-            extras=chain.extras[:blocks],
-            memo={},
-        )
 
     def refresh(self) -> None:
         """Learn now what other processes have stored in shared tiers."""
@@ -188,108 +151,12 @@ class TierChain:
             if isinstance(tier, LastingTier):
                 tier.refresh()
 
-    def refresh_if_stale(self) -> Ticket | None:
-        """Begin to learn what other processes have stored, where the last look is old; None when there is no need."""
-        ticket = None
-        for tier in self.tiers:
-            if not isinstance(tier, LastingTier) or not tier.begin_refresh(self.flow.settings.refresh_s):
-                continue
-            ticket = self.flow.io.submit(Lane.LOAD, tier.refresh)
-            if ticket is None:
-                tier.refreshing = False
-        return ticket
+    @property
+    def block_tokens(self) -> int:
+        """Tokens of a block; 0 before a model is registered."""
+        return self._spec.block_tokens if self._spec is not None else 0
 
-    def _match_tiers(
-        self,
-        chain: KeyChain,
-        root: int,
-        limit: int,
-        worst: Fidelity,
-        hint: RequestHint,
-        pins: list[tuple[Tier, int]],
-        counted: bool,
-    ) -> tuple[list[Segment], int, str]:
-        """Ask one tier after the other; what is pinned is in *pins* also when a later one fails."""
-        segments: list[Segment] = []
-        covered, reason = 0, ""
-        for number, tier in enumerate(self.tiers):
-            if covered == limit:
-                break
-            found = tier.index.match(chain, root, limit, worst, hint)
-            served = max(len(found.rows) - covered, 0)
-            if counted:
-                tier.count(Event.ASKED, limit - covered)
-                tier.count(Event.HIT, served)
-                tier.count(Event.MISS, limit - covered - served, found.reason)
-            reason = found.reason
-            if served:
-                segments.append(Segment(number, covered, found.rows[covered:]))
-                pins.append((tier, int(found.rows[-1])))
-                self.flow.used(number, found.rows)
-                covered += served
-            elif len(found.rows):
-                tier.index.unpin(int(found.rows[-1]))
-        return segments, covered, reason
-
-    def load(self, match: Match, region: Region, positions: BlockPositions) -> int:
-        """Copy the matched blocks to *positions* of the engine's tensors; returns the leading blocks copied.
-
-        *positions* describe the blocks from number 0 of the match on, and may be fewer than it has.
-        """
-        lease = self.leases.enter(match.request_id, match.lease)
-        if lease is None:
-            self.ledger.add(MANAGER, Event.LOAD_FAILED, match.blocks, reason="lease_gone")
-            return 0
-        try:
-            return self._load_segments(match, region, positions)
-        finally:
-            self.leases.leave(lease)
-            self.flow.settle()
-
-    def _load_segments(self, match: Match, region: Region, positions: BlockPositions) -> int:
-        loaded = 0
-        for segment in match.segments:
-            tier = self.tiers[segment.tier]
-            wanted = min(len(segment.rows), len(positions) - loaded)
-            part = positions[loaded : loaded + wanted]
-            if tier.store.memory is not None:
-                got = self._load_memory(segment, wanted, region, part)
-            else:
-                got = self._load_stored(match, segment, wanted, region, part)
-            tier.count(Event.LOADED, got)
-            loaded += got
-            if got < len(segment.rows):
-                break
-        return loaded
-
-    def _load_memory(self, segment: Segment, wanted: int, region: Region, positions: BlockPositions) -> int:
-        tier = self.tiers[segment.tier]
-        rows = segment.rows[:wanted]
-        sound = tier.sound(rows, self.flow.settings.integrity)
-        if sound < len(rows):
-            tier.reject(rows[sound:], "checksum")
-        rows = rows[:sound]
-        if sound:
-            codes = tier.index.layout[rows]
-            self.mover.scatter(tier.slots, tier.payload_offset, rows, codes, region, positions[:sound])
-            self.flow.promote(segment.tier, int(rows[-1]))
-        return sound
-
-    def _load_stored(
-        self, match: Match, segment: Segment, wanted: int, region: Region, positions: BlockPositions
-    ) -> int:
-        assert match.chain is not None
-
-        def use(fetch: Fetch, at: int) -> None:
-            landing, good = fetch.landing, fetch.good
-            part = positions[at : at + good]
-            if good:
-                self.mover.scatter(
-                    landing.memory, landing.payload_offset, landing.slots[:good], landing.codes[:good], region, part
-                )
-
-        fetcher = self.flow.fetcher(segment.tier)
-        return fetcher.fetch(match.chain, match.root, segment.first, segment.rows[:wanted], use)
+    # -- leaving ------------------------------------------------------------------------------------------------------
 
     def release(self, request_id: str, output_tokens: int = 0) -> bool:
         """Give back what a request holds, saying how much it generated; False when it holds nothing (any more)."""
@@ -297,154 +164,29 @@ class TierChain:
         self.flow.settle()
         return released
 
-    # -- save ---------------------------------------------------------------------------------------------------------
-
-    def save(
-        self,
-        chain: KeyChain,
-        root: int,
-        region: Region,
-        positions: BlockPositions,
-        first: int,
-        fidelity: Fidelity,
-        hint: RequestHint,
-        request_id: str | None = None,
-    ) -> int:
-        """Store what is missing of the blocks *first* .. of *chain*, which are at *positions* of the engine's tensors.
-
-        The lease of *request_id* holds it too.
-        """
-        taken = self._reserve(chain, root, first, len(positions), region.tag, fidelity, hint)
-        plan, filled = SavePlan(taken.first, taken.rows), 0
-        try:
-            if len(plan.rows):
-                start = plan.first - first
-                part = positions[start : start + len(plan.rows)]
-                self.mover.gather(self.tiers[0], plan.rows, region, part)
-                filled = len(plan.rows)
-        finally:
-            self.finish_save(plan, filled, hint, request_id)
-        if taken.reason == NOT_ADMITTED and filled == len(plan.rows):
-            refused = plan.first + filled
-            self._pass_on(chain, root, region, positions[refused - first :], refused, fidelity, hint)
-        return filled
-
-    def _pass_on(
-        self,
-        chain: KeyChain,
-        root: int,
-        region: Region,
-        positions: BlockPositions,
-        first: int,
-        fidelity: Fidelity,
-        hint: RequestHint,
-    ) -> None:
-        """Offer the tiers below the blocks from number *first* on, which the first tier does not admit."""
-        below = self.flow.below(0)
-        if below is None or below.ingestion == Ingestion.HOT:
-            return
-        layout = self.mover.layout_code(region.tag)
-        refused = unstored(chain, root, self.roots, first + len(positions), fidelity, layout)
-
-        def fill(memory: SlotMemory, payload_offset: int, slots: Rows) -> None:
-            self.mover.gather_into(memory, payload_offset, slots, region, positions[: len(slots)])
-
-        Passing(self.flow, refused, first, hint, fill).go()
-
-    def plan_save(
-        self,
-        chain: KeyChain,
-        root: int,
-        first: int,
-        count: int,
-        tag: Layout,
-        fidelity: Fidelity,
-        hint: RequestHint,
-    ) -> SavePlan:
-        """Reserve rows for those of the blocks *first* to *first* + *count* - 1 that are missing.
-
-        Whoever copies them, here or in another process, must end with :meth:`finish_save`.
-        """
-        taken = self._reserve(chain, root, first, count, tag, fidelity, hint)
-        return SavePlan(taken.first, taken.rows)
-
-    def _reserve(
-        self,
-        chain: KeyChain,
-        root: int,
-        first: int,
-        count: int,
-        tag: Layout,
-        fidelity: Fidelity,
-        hint: RequestHint,
-    ) -> Reservation:
-        tier = self.tiers[0]
-        reservation = tier.reserve(chain, root, first, count, fidelity, self.mover.layout_code(tag), hint)
-        tier.count_left(reservation, self.flow.below(0))
-        if reservation.reason == "parent_absent":
-            tier.count(Event.NOT_STORED, count, reservation.reason)
-        else:
-            tier.count(Event.DUPLICATE, count - reservation.wanted)
-        return reservation
-
-    def finish_save(self, plan: SavePlan, filled: int, hint: RequestHint, request_id: str | None = None) -> None:
-        """The leading *filled* rows of *plan* hold their blocks, the lease of *request_id* too; the rest go back."""
-        tier = self.tiers[0]
-        rows, rest = plan.rows[:filled], plan.rows[filled:]
-        if len(rows):
-            tier.seal(rows, self.flow.settings.integrity)
-            tip = int(rows[-1])
-            tier.index.pin(tip)
-            tier.count(Event.STORED, tier.index.commit(rows, hint))
-            if request_id is not None:
-                self.leases.extend(request_id, tier, tip)
-            self.flow.stored(0, tip, hint)
-        if len(rest):
-            tier.abort(rest)
-            tier.count(Event.NOT_STORED, len(rest), "copy_failed")
-
-    def plan_load(self, match: Match, count: int) -> LoadPlan:
-        """Rows of the first tier that hold the leading blocks of *match*, at most *count*, sound and leased.
-
-        They stay where they are while the lease lasts; whoever copies them need not ask again.
-        """
-        tier = self.tiers[0]
-        segment = match.segments[0] if match.segments else None
-        if segment is None or segment.tier or not self.leases.holds(match.request_id, match.lease):
-            return LoadPlan()
-        rows = segment.rows[:count]
-        sound = tier.sound(rows, self.flow.settings.integrity)
-        if sound < len(rows):
-            tier.reject(rows[sound:], "checksum")
-        tier.count(Event.LOADED, sound)
-        return LoadPlan(rows[:sound], tier.index.layout[rows[:sound]])
-
-    # -- leaving ------------------------------------------------------------------------------------------------------
-
-    def prefetch(self, chain: KeyChain, root: int) -> Ticket | None:
-        """Start to bring what slower tiers hold of *chain* to a faster one; None when there is nothing to do."""
-        request_id = f"prefetch-{next(self._prefetches)}"
-        match = self._lease(chain, root, request_id, chain.num_blocks, Fidelity.EXACT, NO_HINT, counted=False)
-        deeper = [segment for segment in match.segments if segment.tier]
-        # Entered, so that the lease cannot grow too old while the work waits for a thread.
-        lease = self.leases.enter(request_id, match.lease) if deeper else None
-
-        def end() -> None:
-            if lease is not None:
-                self.leases.leave(lease)
-            self.release(request_id)
-
-        if lease is None:
-            end()
-            return None
-        return Prefetch(self.flow, match, deeper, end).start(max(self.flow.settings.io_threads - 1, 1))
-
     def evict(self, blocks: int, number: int = 0) -> int:
         """Let up to *blocks* blocks leave tier *number* by policy; returns how many did."""
+        if self.remote is not None and self.remote.takes_leaving(number):
+            return self.flow.move_out(number, blocks)
         tier = self.tiers[number]
         keys = tier.evict(blocks)
         tier.count_evicted(keys, self.flow.below(number))
         return len(keys)
+
+    def number_of(self, name: str) -> int:
+        """The number of the tier of this *name*; ConfigError when there is none."""
+        names = [tier.name for tier in self.tiers]
+        if name not in names:
+            raise ConfigError(f"there is no tier {name!r}; there are {', '.join(names)}")
+        return names.index(name)
+
+    def drop_tier(self, number: int, reason: str = "asked") -> int:
+        """Drop every block of tier *number*; returns how many.  Copies of them in other tiers stay."""
+        tier = self.tiers[number]
+        dropped = tier.index.clear()
+        tier.count(Event.DROPPED, dropped, reason)
+        tier.settle()
+        return dropped
 
     def drop(self, chain: KeyChain, first: int = 0, reason: str = "asked") -> int:
         """Drop the blocks of *chain* from number *first* on, and all that was built on them, from every tier."""
@@ -452,15 +194,19 @@ class TierChain:
         for tier in self._tiers_twice():
             rows = tier.index.rows_of(chain.keys[first:])
             dropped += tier.drop(rows[rows >= 0], reason)
+        if self.remote is not None:
+            self.remote.forget_chain(view_of(chain, chain.num_blocks), first)
         return dropped
 
     def drop_unshared(self, keys: Keys, reason: str, wipe: bool = False) -> int:
         """Drop the blocks of *keys* ``[n, 2]`` that nothing else is built on, from every tier; copies on their way too.
 
-        *wipe*: stores overwrite their bytes.
+        *wipe*: stores overwrite their bytes, and remote ones delete them.
         """
         if not self.is_open:
             return 0
+        if wipe and self.remote is not None:
+            self.remote.forget_keys(keys)
         return sum(tier.drop_unshared(keys, reason, wipe) for tier in self._tiers_twice())
 
     def _tiers_twice(self) -> list[Tier]:
@@ -475,8 +221,12 @@ class TierChain:
         return held
 
     def clear(self, reason: str) -> None:
-        """Drop every block from every tier."""
-        self.flow.io.wait()
+        """Drop every block from every tier, and forget what was seen."""
+        self.flow.wait()
+        if self.remote is not None:
+            self.remote.forget_ours()
+        if self.finding.seen is not None:
+            self.finding.seen.clear()
         for tier in self.tiers:
             if tier.is_open:
                 tier.count(Event.DROPPED, tier.index.clear(), reason)
@@ -498,7 +248,29 @@ class TierChain:
             )
             if came != tier.index.ready + left:
                 problems.append(f"tier {tier.name}: {came} blocks came, but {tier.index.ready} are held, {left} left")
-        return problems
+        for whole, parts in (
+            (Event.ASKED, (Event.HIT, Event.MISS)),
+            (Event.REUSABLE, (Event.SERVED, Event.RECOMPUTED)),
+        ):
+            total = self.ledger.total(whole, MANAGER).blocks
+            counted = {part.value: self.ledger.total(part, MANAGER).blocks for part in parts}
+            if total != sum(counted.values()):
+                problems.append(f"manager: {whole} {total} blocks, but {counted}")
+        return problems + (self.remote.check() if self.remote is not None else [])
 
     def _count_expired(self) -> None:
         self.ledger.add(MANAGER, Event.LEASE_EXPIRED)
+
+    def _count_usage(self, usage: Usage) -> None:
+        """A request has ended: what there was of its history, and what became of that."""
+        if not usage.reusable:
+            return
+        count, served = self.ledger.add, min(usage.served, usage.found)
+        count(MANAGER, Event.REUSABLE, usage.reusable)
+        if served:
+            count(MANAGER, Event.SERVED, served)
+        chosen = min(usage.chosen, usage.found - served)
+        rest = {"chosen": chosen, "not_loaded": usage.found - served - chosen, "gone": usage.reusable - usage.found}
+        for reason, blocks in rest.items():
+            if blocks:
+                count(MANAGER, Event.RECOMPUTED, blocks, reason=reason)

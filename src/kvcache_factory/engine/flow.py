@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -17,6 +18,7 @@ from .images import seal
 from .io import IOPool, Lane, Ticket
 from .lasting import LastingTier
 from .ledger import Event
+from .remote import RemoteLevel
 from .roots import Roots
 from .table import Keys, Rows
 from .tier import Ingestion, Tier
@@ -68,6 +70,7 @@ class Flow:
         self._transit: Transit | None = None
         self._passing: Transit | None = None
         self._fetchers: dict[int, Fetcher] = {}
+        self.remote: RemoteLevel | None = None
         self.io = io or IOPool(settings.io_threads, settings.max_pending_jobs, on_error)
         for tier in tiers:
             tier.policy.use_worker(self._in_background)
@@ -79,9 +82,21 @@ class Flow:
     def close(self) -> None:
         """End background work and free what it used."""
         self.io.close()
+        if self.remote is not None:
+            self.remote.close()
         for pool in (self._transit, self._passing):
             if pool is not None:
                 pool.close()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait for background work; False when *timeout* seconds were not enough."""
+        end = None if timeout is None else time.monotonic() + timeout
+        while True:  # what moves between tiers may have blocks written outside, and what comes from there moved on
+            for io in (self.io, self.remote.io) if self.remote is not None else (self.io,):
+                if not io.wait(None if end is None else max(end - time.monotonic(), 0)):
+                    return False
+            if self.remote is None or (self.io.is_idle and self.remote.io.is_idle):
+                return True
 
     @property
     def transit(self) -> Transit:
@@ -103,12 +118,26 @@ class Flow:
             self._fetchers.setdefault(number, made)
         return self._fetchers[number]
 
+    def known_fetcher(self, number: int) -> Fetcher | None:
+        """What reads blocks of tier *number*, if it was needed so far."""
+        return self._fetchers.get(number)
+
+    @property
+    def abandoned_reads(self) -> int:
+        """Blocks whose reads nobody waits for any more, but which have not ended."""
+        return sum(fetcher.abandoned for fetcher in list(self._fetchers.values()))
+
     def below(self, number: int) -> Tier | None:
         """The tier below tier *number*."""
         return self.tiers[number + 1] if number + 1 < len(self.tiers) else None
 
-    def stored(self, number: int, tip: int, hint: RequestHint = NO_HINT) -> None:
-        """New blocks, up to the row *tip*, are in tier *number*; takes over one pin of *tip*."""
+    def stored(self, number: int, tip: int, blocks: int, hint: RequestHint = NO_HINT) -> None:
+        """*blocks* new blocks, up to the row *tip*, are in tier *number*; takes over one pin of *tip*.
+
+        0 blocks: they came from the remote level, which need not have them again.
+        """
+        if self.remote is not None:
+            self.remote.stored(number, tip, blocks)
         below = self.below(number)
         if below is not None and below.ingestion == Ingestion.ALL:
             self._send_down(number, tip, hint)
@@ -118,6 +147,8 @@ class Flow:
 
     def used(self, number: int, rows: Rows) -> None:
         """A request has hit *rows*, the leading blocks of a chain, in tier *number*; it holds them."""
+        if self.remote is not None:
+            self.remote.used(number, rows)
         tier, below = self.tiers[number], self.below(number)
         if below is None or below.ingestion != Ingestion.HOT:
             return
@@ -174,9 +205,10 @@ class Flow:
             target.count_left(reservation, self.below(target_number))
             if len(reservation.rows):
                 part = slice(reservation.first, reservation.first + len(reservation.rows))
-                self._fill(source, chain, part, target, reservation.rows, event, hint)
+                with target.timing("demote" if event is Event.DEMOTED else "promote"):
+                    self._fill(source, chain, part, target, reservation.rows, event, hint)
                 if event is Event.DEMOTED:
-                    self.stored(target_number, int(reservation.rows[-1]), hint)
+                    self.stored(target_number, int(reservation.rows[-1]), len(reservation.rows), hint)
                 else:
                     target.index.unpin(int(reservation.rows[-1]))
             further = target_number + 1
@@ -270,7 +302,8 @@ class Flow:
 
     def _demote_if_full(self, number: int) -> None:
         index = self.tiers[number].index
-        full = self.below(number) is not None and index.used > self.settings.demote_at * index.capacity
+        goes_on = self.below(number) is not None or self._takes_leaving(number) is not None
+        full = goes_on and index.used > self.settings.demote_at * index.capacity
         if full and not self._demoting[number]:
             self._demoting[number] = True
             if self.io.submit(Lane.STORE, partial(self._demote, number)) is None:
@@ -280,22 +313,43 @@ class Flow:
         """Move the blocks that would leave first one tier down, until the tier is as empty as it should be."""
         self._demoting[number] = False
         tier = self.tiers[number]
-        lower = number + 1 if tier.swap_to is None else tier.swap_to
-        below = self.tiers[lower]
         surplus = tier.index.used - int(self.settings.demote_to * tier.index.capacity)
-        if surplus <= 0:
-            return
-        rows = tier.index.select_victims(surplus)
+        if surplus > 0:
+            self.move_out(number, surplus)
+
+    def move_out(self, number: int, count: int) -> int:
+        """Let up to *count* blocks leave tier *number* by policy once they are where they belong then.
+
+        Returns how many left; a level below that is out of order keeps them here, a remote one does not.
+        """
+        tier, outside = self.tiers[number], self._takes_leaving(number)
+        rows = tier.index.select_victims(count)
         try:
-            missing = rows[below.index.rows_of(tier.index.keys[rows]) < 0]
-            while len(missing):
-                tip = int(missing[tier.index.depth[missing].argmax()])
-                tier.index.pin(tip)
-                covered = tier.index.stored_chain(tip, self.roots).rows
-                self._copy_chain(number, tip, lower, Event.DEMOTED)
-                missing = missing[~np.isin(missing, covered) & (missing != tip)]
+            written = outside.writes.write_leaving(rows) if outside is not None else None
+            below = self._move_down(number, rows) if self.below(number) is not None else None
         except BaseException:  # the tier below is out of order: what it did not get stays here
             for row in rows.tolist():
                 tier.index.unpin(row)
             raise
-        tier.count_evicted(tier.index.remove_selected(rows), below)
+        kept = tier.index.keys[rows[written]] if written is not None else None
+        left = tier.index.remove_selected(rows)
+        tier.count_evicted(left, below, kept)
+        return len(left)
+
+    def _move_down(self, number: int, rows: Rows) -> Tier:
+        """Have what is missing of *rows* in the tier that they go to when they leave; returns that tier."""
+        tier = self.tiers[number]
+        lower = number + 1 if tier.swap_to is None else tier.swap_to
+        below = self.tiers[lower]
+        missing = rows[below.index.rows_of(tier.index.keys[rows]) < 0]
+        while len(missing):
+            tip = int(missing[tier.index.depth[missing].argmax()])
+            tier.index.pin(tip)
+            covered = tier.index.stored_chain(tip, self.roots).rows
+            self._copy_chain(number, tip, lower, Event.DEMOTED)
+            missing = missing[~np.isin(missing, covered) & (missing != tip)]
+        return below
+
+    def _takes_leaving(self, number: int) -> RemoteLevel | None:
+        """The remote level, if it takes what leaves tier *number*."""
+        return self.remote if self.remote is not None and self.remote.takes_leaving(number) else None

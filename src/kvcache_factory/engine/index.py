@@ -66,6 +66,11 @@ class Index(Tree):
             rows[(rows >= 0) & (self.state[rows] != READY)] = -1
             return rows
 
+    def roots(self) -> set[int]:
+        """Numbers of the roots that blocks stand on, visible or not."""
+        with self._lock:
+            return set(np.unique(self.parent[(self.state != FREE) & (self.parent < -1)]).tolist())
+
     def knows(self, keys: Keys) -> npt.NDArray[np.bool_]:
         """Which of *keys* ``[n, 2]`` are here, whole or being written."""
         with self._lock:
@@ -240,6 +245,12 @@ class Index(Tree):
         with self._lock:
             dropped = self.state[rows] != READY
             return int(dropped.argmax()) if dropped.any() else len(rows)
+
+    def dropped(self, rows: Rows) -> npt.NDArray[np.bool_]:
+        """Which of *rows*, which the caller holds, were dropped."""
+        with self._lock:
+            dropped: npt.NDArray[np.bool_] = self.state[rows] != READY
+            return dropped
 
     def select_victims(self, count: int) -> Rows:
         """Pin the *count* rows, or more, that the policy would move down first; :meth:`remove_selected` ends that."""

@@ -104,7 +104,7 @@ class Passing:
         rows = taken.rows
         if len(rows):
             flow.place(tier, rows, lambda: self._write(tier, rows, taken.first), hint=self._hint)
-            flow.stored(number, int(rows[-1]), self._hint)
+            flow.stored(number, int(rows[-1]), len(rows), self._hint)
         self._first = taken.first + len(rows)
         return taken.reason
 

@@ -177,8 +177,7 @@ class Replay:
             tier.swap_to = swap_level(self.policy, number, kinds)
         flow = FlowSettings(demote_at=self.settings.demote_at, demote_to=self.settings.demote_to)
         roots = Roots()
-        chain = TierChain(made, flow, roots, self.ledger, self.clock, _fail, self.pool)
-        chain.mover = StillMover()
+        chain = TierChain(made, flow, roots, self.ledger, self.clock, _fail, self.pool, StillMover())
         chain.open(spec)
         self._root = roots.number(self._identity.digest, self._identity.digest)
         return chain
@@ -214,11 +213,11 @@ class Replay:
 
     def _ask(self, number: int, chain: KeyChain) -> Match:
         hint = self._reuse[self._said[number]]
-        match = self.tiers.match(chain, self._root, str(number), chain.num_blocks, Fidelity.EXACT, hint)
+        match = self.tiers.finding.match(chain, self._root, str(number), chain.num_blocks, Fidelity.EXACT, hint)
         for segment in match.segments:
             self.hits[segment.tier, number] = len(segment.rows)
         if match.segments and match.segments[-1].tier:
-            self.tiers.load(match, NOWHERE, positions(match.blocks))
+            self.tiers.loading.load(match, NOWHERE, positions(match.blocks))
         self.pool.run()
         return match
 
@@ -230,7 +229,7 @@ class Replay:
                 hint = msgspec.structs.replace(hint, output_tokens=output_tokens)
             place = positions(missing)
             arguments = NOWHERE, place, match.blocks, Fidelity.EXACT, hint, match.request_id
-            self.tiers.save(chain, self._root, *arguments)
+            self.tiers.saving.save(chain, self._root, *arguments)
             self.pool.run()
 
     # -- overlapping --------------------------------------------------------------------------------------------------

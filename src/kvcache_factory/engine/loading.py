@@ -1,0 +1,109 @@
+"""Copying matched blocks to an engine's tensors, out of memory or by way of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from ..block.plan import LoadPlan, Match, Segment
+from ..memory.region import BlockPositions, Region
+from .fetch import Fetch
+from .flow import Flow
+from .lease import LeaseBook
+from .ledger import MANAGER, Event, Ledger
+from .mover import Mover
+from .tier import Tier
+
+
+class Loading:
+    """The verb *load* over the tiers of a chain."""
+
+    def __init__(self, tiers: Sequence[Tier], flow: Flow, leases: LeaseBook, mover: Mover, ledger: Ledger) -> None:
+        self.tiers = tiers
+        self.flow = flow
+        self.leases = leases
+        self.mover = mover
+        self.ledger = ledger
+
+    def load(self, match: Match, region: Region, positions: BlockPositions) -> int:
+        """Copy the matched blocks to *positions* of the engine's tensors; returns the leading blocks copied.
+
+        *positions* describe the blocks from number 0 of the match on, and may be fewer than it has.
+        """
+        lease = self.leases.enter(match.request_id, match.lease)
+        if lease is None:
+            self.ledger.add(MANAGER, Event.LOAD_FAILED, match.blocks, reason="lease_gone")
+            return 0
+        try:
+            loaded = self._load_segments(match, region, positions)
+            lease.usage.served = max(lease.usage.served, loaded)
+            return loaded
+        finally:
+            self.leases.leave(lease)
+            self.flow.settle()
+
+    def _load_segments(self, match: Match, region: Region, positions: BlockPositions) -> int:
+        loaded = 0
+        for segment in match.segments:
+            tier = self.tiers[segment.tier]
+            wanted = min(len(segment.rows), len(positions) - loaded)
+            part = positions[loaded : loaded + wanted]
+            begun = time.perf_counter()
+            if tier.store.memory is not None:
+                got = self._load_memory(segment, wanted, region, part)
+            else:
+                got = self._load_stored(match, segment, wanted, region, part)
+            if self.ledger.timed:
+                self.ledger.observe(tier.name, "load", time.perf_counter() - begun)
+            tier.count(Event.LOADED, got)
+            loaded += got
+            if got < len(segment.rows):
+                break
+        return loaded
+
+    def _load_memory(self, segment: Segment, wanted: int, region: Region, positions: BlockPositions) -> int:
+        tier = self.tiers[segment.tier]
+        rows = segment.rows[:wanted]
+        sound = tier.sound(rows, self.flow.settings.integrity)
+        if sound < len(rows):
+            tier.reject(rows[sound:], "checksum")
+        rows = rows[:sound]
+        if sound:
+            codes = tier.index.layout[rows]
+            self.mover.scatter(tier.slots, tier.payload_offset, rows, codes, region, positions[:sound])
+            self.flow.promote(segment.tier, int(rows[-1]))
+        return sound
+
+    def _load_stored(
+        self, match: Match, segment: Segment, wanted: int, region: Region, positions: BlockPositions
+    ) -> int:
+        assert match.chain is not None
+
+        def use(fetch: Fetch, at: int) -> None:
+            landing, good = fetch.landing, fetch.good
+            part = positions[at : at + good]
+            if good:
+                self.mover.scatter(
+                    landing.memory, landing.payload_offset, landing.slots[:good], landing.codes[:good], region, part
+                )
+
+        fetcher = self.flow.fetcher(segment.tier)
+        return fetcher.fetch(match.chain, match.root, segment.first, segment.rows[:wanted], use)
+
+    def plan_load(self, match: Match, count: int) -> LoadPlan:
+        """Rows of the first tier that hold the leading blocks of *match*, at most *count*, sound and leased.
+
+        They stay where they are while the lease lasts; whoever copies them need not ask again.
+        """
+        tier = self.tiers[0]
+        segment = match.segments[0] if match.segments else None
+        lease = self.leases.find(match.request_id, match.lease)
+        if segment is None or segment.tier or lease is None:
+            return LoadPlan()
+        rows = segment.rows[:count]
+        sound = tier.sound(rows, self.flow.settings.integrity)
+        if sound < len(rows):
+            tier.reject(rows[sound:], "checksum")
+            lease.usage.served = min(lease.usage.served, sound)
+        tier.count(Event.LOADED, sound)
+        return LoadPlan(rows[:sound], tier.index.layout[rows[:sound]])
