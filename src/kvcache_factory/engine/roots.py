@@ -22,6 +22,7 @@ class Roots:
         self._lock = threading.RLock()
         self._numbers: dict[bytes, int] = {}
         self._origins: dict[int, tuple[bytes, bytes]] = {}
+        self._known: dict[bytes, None] = {}
         self._asked_at: dict[int, int] = {}
         self._held: Counter[int] = Counter()
         self._next = -2
@@ -42,11 +43,24 @@ class Roots:
             if number is None:
                 number = self._numbers[root_key] = self._next
                 self._next -= 1
+            if known:
+                self._remember(identity_digest)
             if known or number not in self._origins:
                 self._origins[number] = root_key, identity_digest
             self.asked += 1
             self._asked_at[number] = self.asked
             return number
+
+    def _remember(self, identity_digest: bytes) -> None:
+        self._known.pop(identity_digest, None)
+        self._known[identity_digest] = None
+        if len(self._known) > self._most_idle:
+            del self._known[next(iter(self._known))]
+
+    def identities(self) -> list[bytes]:
+        """Digests of the identities of models that were registered, the latest last and not more than may be idle."""
+        with self._lock:
+            return list(self._known)
 
     def origin(self, number: int) -> tuple[bytes, bytes]:
         """Root key and identity digest behind a number."""
