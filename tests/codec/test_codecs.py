@@ -32,19 +32,20 @@ RATIOS = {"int8": 1.9, "fp8": 1.99, "int4g": 2.9, "rot4": 3.7}
 @pytest.fixture(scope="module", autouse=True)
 def warm() -> None:
     """Compiled kernels wherever numba is allowed."""
+    jit.want_late()
     assert jit.warm_up() or jit.numba_refused(), jit.status()
 
 
 @contextmanager
 def numpy_path() -> Iterator[None]:
     """Everything inside runs on the fallbacks."""
-    compiled = [kernel.compiled for kernel in jit._KERNELS]
+    compiled = [kernel.compiled for kernel in [*jit._KERNELS, *jit._LATE]]
     try:
-        for kernel in jit._KERNELS:
+        for kernel in [*jit._KERNELS, *jit._LATE]:
             kernel.compiled = None
         yield
     finally:
-        for kernel, was in zip(jit._KERNELS, compiled, strict=True):
+        for kernel, was in zip([*jit._KERNELS, *jit._LATE], compiled, strict=True):
             kernel.compiled = was
 
 

@@ -21,6 +21,7 @@ from kvcache_factory import (
     LFUEvictionPolicy,
     LRUEvictionPolicy,
 )
+from kvcache_factory.backend import RemoteBackend
 from kvcache_factory.block.key import KeyChain
 from kvcache_factory.block.spec import BlockSpec, KVDtype, Layout
 from kvcache_factory.codec import names
@@ -395,6 +396,13 @@ def test_codecs_that_cannot_work_are_refused_early(tmp_path: Path) -> None:
     manager = CacheManager(gpu(), compression_policy=CompressionPolicy(method="pca"))
     with manager, pytest.raises(ConfigError, match="kvcache-factory calibrate"):
         manager.register(SPEC, tiny_identity(SPEC))
+
+
+def test_memory_above_a_remote_level_is_not_encoded() -> None:
+    """What copies out of whole slots would not find them: refused, not ignored."""
+    backend = HierarchicalBackend([CPUBackend(size_gb=16 * MIB), RemoteBackend(connector="MOCK")])
+    with pytest.raises(ConfigError, match="remote level"):
+        CacheManager(backend, compression_policy=CompressionPolicy())
 
 
 def test_descriptions_make_the_trip_through_data(tmp_path: Path) -> None:

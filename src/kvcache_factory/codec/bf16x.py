@@ -15,7 +15,7 @@ import numpy as np
 
 from ..block.spec import BlockSpec, KVDtype, Layout
 from ..errors import ConfigError, MissingDependencyError
-from ..jit import kernel
+from ..jit import late_kernel as kernel
 from .base import DOES_NOT_PAY, BlockCodec, Bytes, Encoded
 from .values import geometry
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from ..block.spec import BlockSpec, Layout
 from ..errors import ConfigError, FormatError, MissingDependencyError
+from ..jit import want_late, warm_up_in_background
 from . import calibration
 from .base import DOES_NOT_PAY, NO_CODEC, NO_TABLE, RAW, BlockCodec, Bytes, Encoded, PayloadCoder
 from .int4g import Int4g
@@ -45,6 +46,7 @@ class Coder(PayloadCoder):
     def open(self, spec: BlockSpec) -> None:
         self._spec = spec
         if self.codec is not None:
+            want_late()
             self.codec.open(spec)
             if isinstance(self.codec, SpectralCodec) and self._places:
                 _leave_table(Path(self.codec.table or ""), self._places[0])
@@ -81,6 +83,8 @@ class Coder(PayloadCoder):
             else:
                 reader = make_codec(codec)
             reader.open(self._spec)
+            want_late()
+            warm_up_in_background()
             return reader
         except (ConfigError, FormatError, MissingDependencyError) as error:
             _log.warning("blocks of codec %r are misses in this process: %s", codec, error)

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ..block.spec import BlockSpec, KVDtype
-from ..jit import kernel
+from ..jit import late_kernel as kernel
 from .base import Bytes
 from .int8 import scale_up
 from .lossy import WORD, LossyCodec

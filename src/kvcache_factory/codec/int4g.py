@@ -15,7 +15,7 @@ import numpy as np
 
 from ..block.spec import BlockSpec
 from ..errors import ConfigError
-from ..jit import kernel
+from ..jit import late_kernel as kernel
 from .base import Bytes
 from .lossy import WORD, LossyCodec
 from .values import Floats, from_bf16, to_bf16

@@ -11,7 +11,8 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ..block.spec import BlockSpec, KVDtype, Layout
-from ..jit import helper, kernel
+from ..jit import helper
+from ..jit import late_kernel as kernel
 from .base import NOT_FINITE, Bytes, Encoded
 from .lossy import WORD, LossyCodec
 from .values import NOT_FINITE_BITS, Floats, cells, from_bf16, geometry, to_bf16

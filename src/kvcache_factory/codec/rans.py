@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..jit import kernel
+from ..jit import late_kernel as kernel
 
 BITS = 12
 TOTAL = 1 << BITS

@@ -16,7 +16,7 @@ import numpy as np
 
 from ..block.spec import BlockSpec
 from ..errors import ConfigError
-from ..jit import kernel
+from ..jit import late_kernel as kernel
 from .base import Bytes
 from .int8 import SMALLEST, scale_up
 from .lossy import WORD, LossyCodec

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..block.spec import BlockSpec, KVDtype, Layout
-from ..jit import kernel
+from ..jit import late_kernel as kernel
 from .base import Bytes
 
 Floats = npt.NDArray[np.float32]

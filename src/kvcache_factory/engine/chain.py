@@ -19,16 +19,18 @@ import numpy.typing as npt
 from ..block.key import KeyChain
 from ..block.spec import BlockSpec
 from ..errors import ClosedError, ConfigError
-from .finding import Finding
+from .finding import Finding, view_of
 from .flow import Flow, FlowSettings
 from .io import IOPool
 from .lasting import LastingTier
-from .lease import LeaseBook
+from .lease import LeaseBook, Usage
 from .ledger import MANAGER, Event, Ledger
 from .loading import Loading
 from .mover import Mover
+from .remote import RemoteLevel
 from .roots import Roots
 from .saving import Saving
+from .seen import Seen
 from .table import Keys
 from .tier import Tier
 
@@ -46,6 +48,8 @@ class TierChain:
         Who runs background jobs; by default threads of its own.
     mover:
         Who copies payloads.
+    remote:
+        The level below all tiers that is asked by name, unopened.
     """
 
     def __init__(
@@ -58,17 +62,19 @@ class TierChain:
         on_error: Callable[[Exception], None],
         io: IOPool | None = None,
         mover: Mover | None = None,
+        remote: RemoteLevel | None = None,
     ) -> None:
         assert tiers, "a chain needs a tier"
         self.tiers = list(tiers)
         self.roots = roots
         self.flow = Flow(self.tiers, settings, self.roots, on_error, io)
+        self.flow.remote = self.remote = remote
         self.ledger = ledger
         self.mover = mover or Mover()
-        self.leases = LeaseBook(settings.lease_max_age_s, clock, self._count_expired)
+        self.leases = LeaseBook(settings.lease_max_age_s, clock, self._count_expired, self._count_usage)
         self.finding = Finding(self.tiers, self.flow, self.leases, ledger)
         self.loading = Loading(self.tiers, self.flow, self.leases, self.mover, ledger)
-        self.saving = Saving(self.tiers, self.flow, self.leases, self.mover)
+        self.saving = Saving(self.tiers, self.flow, self.leases, self.mover, roots)
         self._spec: BlockSpec | None = None
         self._open_lock = threading.Lock()
         self._closed = False
@@ -88,6 +94,9 @@ class TierChain:
                 for tier in self.tiers:
                     opened.append(tier)
                     tier.open(spec)
+                if self.remote is not None:
+                    self.remote.landed = self._landed
+                    self.remote.open(spec, self.tiers)
             except BaseException:
                 for tier in opened:
                     tier.close()
@@ -95,6 +104,7 @@ class TierChain:
             for tier in self.tiers:
                 tier.index.accepts = self.finding.worst
             self.flow.open(spec)
+            self.finding.seen = self.saving.seen = Seen(sum(tier.index.capacity for tier in self.tiers))
             self._spec = spec
 
     @staticmethod
@@ -111,9 +121,13 @@ class TierChain:
         """Whether tiers are allocated and not closed."""
         return self._spec is not None and not self._closed
 
+    def _landed(self, tip: int) -> None:
+        assert self.remote is not None
+        self.flow.stored(self.remote.source_number, tip, 0)
+
     def wait(self, timeout: float | None = None) -> bool:
         """Wait for background work; False when *timeout* seconds were not enough."""
-        return self.flow.io.wait(timeout)
+        return self.flow.wait(timeout)
 
     def close(self) -> None:
         """Stop intake, end background work, free everything; idempotent."""
@@ -139,6 +153,11 @@ class TierChain:
             if isinstance(tier, LastingTier):
                 tier.refresh()
 
+    @property
+    def block_tokens(self) -> int:
+        """Tokens of a block; 0 before a model is registered."""
+        return self._spec.block_tokens if self._spec is not None else 0
+
     # -- leaving ------------------------------------------------------------------------------------------------------
 
     def release(self, request_id: str, output_tokens: int = 0) -> bool:
@@ -151,10 +170,27 @@ class TierChain:
 
     def evict(self, blocks: int, number: int = 0) -> int:
         """Let up to *blocks* blocks leave tier *number* by policy; returns how many did."""
+        if self.remote is not None and self.remote.takes_leaving(number):
+            return self.flow.move_out(number, blocks)
         tier = self.tiers[number]
         keys = tier.evict(blocks)
         tier.count_evicted(keys, self.flow.below(number))
         return len(keys)
+
+    def number_of(self, name: str) -> int:
+        """The number of the tier of this *name*; ConfigError when there is none."""
+        names = [tier.name for tier in self.tiers]
+        if name not in names:
+            raise ConfigError(f"there is no tier {name!r}; there are {', '.join(names)}")
+        return names.index(name)
+
+    def drop_tier(self, number: int, reason: str = "asked") -> int:
+        """Drop every block of tier *number*; returns how many.  Copies of them in other tiers stay."""
+        tier = self.tiers[number]
+        dropped = tier.index.clear()
+        tier.count(Event.DROPPED, dropped, reason)
+        tier.settle()
+        return dropped
 
     def drop(self, chain: KeyChain, first: int = 0, reason: str = "asked") -> int:
         """Drop the blocks of *chain* from number *first* on, and all that was built on them, from every tier."""
@@ -162,15 +198,19 @@ class TierChain:
         for tier in self._tiers_twice():
             rows = tier.index.rows_of(chain.keys[first:])
             dropped += tier.drop(rows[rows >= 0], reason)
+        if self.remote is not None:
+            self.remote.forget_chain(view_of(chain, chain.num_blocks), first)
         return dropped
 
     def drop_unshared(self, keys: Keys, reason: str, wipe: bool = False) -> int:
         """Drop the blocks of *keys* ``[n, 2]`` that nothing else is built on, from every tier; copies on their way too.
 
-        *wipe*: stores overwrite their bytes.
+        *wipe*: stores overwrite their bytes, and remote ones delete them.
         """
         if not self.is_open:
             return 0
+        if wipe and self.remote is not None:
+            self.remote.forget_keys(keys)
         return sum(tier.drop_unshared(keys, reason, wipe) for tier in self._tiers_twice())
 
     def _tiers_twice(self) -> list[Tier]:
@@ -185,8 +225,12 @@ class TierChain:
         return held
 
     def clear(self, reason: str) -> None:
-        """Drop every block from every tier."""
-        self.flow.io.wait()
+        """Drop every block from every tier, and forget what was seen."""
+        self.flow.wait()
+        if self.remote is not None:
+            self.remote.forget_ours()
+        if self.finding.seen is not None:
+            self.finding.seen.clear()
         for tier in self.tiers:
             if tier.is_open:
                 tier.count(Event.DROPPED, tier.index.clear(), reason)
@@ -214,7 +258,29 @@ class TierChain:
             )
             if came != tier.index.ready + left:
                 problems.append(f"tier {tier.name}: {came} blocks came, but {tier.index.ready} are held, {left} left")
-        return problems
+        for whole, parts in (
+            (Event.ASKED, (Event.HIT, Event.MISS)),
+            (Event.REUSABLE, (Event.SERVED, Event.RECOMPUTED)),
+        ):
+            total = self.ledger.total(whole, MANAGER).blocks
+            counted = {part.value: self.ledger.total(part, MANAGER).blocks for part in parts}
+            if total != sum(counted.values()):
+                problems.append(f"manager: {whole} {total} blocks, but {counted}")
+        return problems + (self.remote.check() if self.remote is not None else [])
 
     def _count_expired(self) -> None:
         self.ledger.add(MANAGER, Event.LEASE_EXPIRED)
+
+    def _count_usage(self, usage: Usage) -> None:
+        """A request has ended: what there was of its history, and what became of that."""
+        if not usage.reusable:
+            return
+        count, served = self.ledger.add, min(usage.served, usage.found)
+        count(MANAGER, Event.REUSABLE, usage.reusable)
+        if served:
+            count(MANAGER, Event.SERVED, served)
+        chosen = min(usage.chosen, usage.found - served)
+        rest = {"chosen": chosen, "not_loaded": usage.found - served - chosen, "gone": usage.reusable - usage.found}
+        for reason, blocks in rest.items():
+            if blocks:
+                count(MANAGER, Event.RECOMPUTED, blocks, reason=reason)

@@ -111,9 +111,24 @@ class IOPool:
             return self._changed.wait_for(lambda: not self._running and not self.pending, timeout)
 
     @property
+    def is_idle(self) -> bool:
+        """Whether nothing is queued or running."""
+        with self._changed:
+            return not self._running and not self.pending
+
+    @property
     def pending(self) -> int:
         """Jobs that wait."""
         return sum(len(lane) for lane in self._lanes)
+
+    def waiting(self, lane: Lane) -> int:
+        """Jobs that wait in one lane."""
+        return len(self._lanes[lane])
+
+    @property
+    def running(self) -> int:
+        """Jobs at work."""
+        return self._running
 
     def close(self) -> None:
         """Refuse new jobs, finish those that were taken, end the threads; idempotent."""

@@ -52,6 +52,7 @@ class LastingTier(Tier):
         roots: Roots,
     ) -> None:
         super().__init__(name, store, policy, budget_bytes, ledger, clock)
+        store.report_to(lambda reason, times: ledger.add(name, Event.ERROR, times, reason=reason))
         self._roots = roots
         self._refreshed_s = clock()
         self.refreshing = False
@@ -78,6 +79,7 @@ class LastingTier(Tier):
                 "smaller size_gb"
             ) from error
         self._index = index
+        self._time_lock()
         self._enter(index, entries)
 
     def _rows_for(self, found: int) -> int:
@@ -108,7 +110,9 @@ class LastingTier(Tier):
         layout: int | npt.NDArray[np.uint8] = 0,
         hint: RequestHint = NO_HINT,
     ) -> Reservation:
-        taken = super().reserve(chain, root, first, count, fidelity, layout, hint)
+        self.settle()
+        room = self.store.room()
+        taken = self.index.reserve(chain, root, first, count, fidelity, layout, hint, places=room)
         self.settle()
         evicted = taken.evicted
         short = len(taken.rows) - self.store.room()

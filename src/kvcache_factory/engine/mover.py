@@ -31,8 +31,14 @@ class Mover:
 
     def gather(self, tier: Tier, rows: Rows, region: Region, positions: BlockPositions) -> None:
         """Fill *rows* from *positions*, in the region's own order."""
+        self.gather_into(tier.slots, tier.payload_offset, tier.slots_of(rows), region, positions)
+
+    def gather_into(
+        self, memory: SlotMemory, payload_offset: int, slots: Rows, region: Region, positions: BlockPositions
+    ) -> None:
+        """Fill *slots* of any memory from *positions*, in the region's own order."""
         with self:
-            gather(region, positions, tier.slots, tier.slots_of(rows), tier.payload_offset, region.tag)
+            gather(region, positions, memory, slots, payload_offset, region.tag)
 
     def scatter(
         self,

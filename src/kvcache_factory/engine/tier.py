@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from enum import StrEnum
 from typing import Any
 
@@ -71,6 +72,10 @@ class Tier:
         self.hot_hits = 2
         self.swap_to: int | None = None
         """Number of the tier to which what leaves by policy is moved; None: the next."""
+        self.is_staging = False
+        """Whether blocks only pass through on their way to and from outside."""
+        self.least_blocks = 1
+        """Blocks for which the budget of a staging tier is raised if it is smaller."""
         self.codec: ImageCodec | None = None
         """What seals whole images on their way to the store."""
         self.coder: PayloadCoder | None = None
@@ -85,6 +90,8 @@ class Tier:
         """Allocate slots and index for blocks of *spec*; CapacityError when not one block fits."""
         books = Index.bytes_per_row(spec.block_tokens) + self.policy.bytes_per_row
         per_row = self.store.slot_bytes(spec) + books
+        if self.is_staging:
+            self.budget_bytes = max(self.budget_bytes, self.least_blocks * per_row)
         rows = min(self.budget_bytes // per_row, np.iinfo(np.int32).max)
         if rows < 1:
             raise CapacityError(
@@ -93,8 +100,18 @@ class Tier:
             )
         self.store.open(spec, rows)
         self._index = Index(rows, spec.block_tokens, self.policy, self._clock)
+        self._time_lock()
         self.spec = spec
         self.block_bytes = per_row
+
+    def _time_lock(self) -> None:
+        """Measure how long threads wait for the index, if durations are measured."""
+        if self.ledger.timed:
+            self.index.time_lock(lambda seconds: self.ledger.observe(self.name, "lock_wait", seconds))
+
+    def timing(self, operation: str) -> AbstractContextManager[None]:
+        """Measure what is inside as an *operation* of this tier, if durations are measured."""
+        return self.ledger.timing(self.name, operation)
 
     @property
     def index(self) -> Index:
@@ -200,18 +217,35 @@ class Tier:
             "held_bytes": self.held_bytes,
             "block_bytes": self.block_bytes,
             "prefaulted": getattr(self.store.memory, "prefaulted", 1.0) if index else 0.0,
+            "codec": self.codec.name if self.codec is not None else "none",
+            "payload_bytes": self.spec.payload_bytes if self.spec is not None else 0,
+            **self._figures(),
         }
+
+    def _figures(self) -> dict[str, Any]:
+        """What the store says, with the padding of slots among what is lost to fragmentation."""
+        figures = self.store.figures()
+        if self.spec is not None and self.is_open:
+            slot = self.store.slot_bytes(self.spec)
+            padding = slot - self.store.payload_offset - self.spec.payload_bytes
+            lost = figures.setdefault("fragmentation", {})
+            lost[slot] = lost.get(slot, 0) + padding * self.index.used
+        return figures
 
     def count(self, event: Event, blocks: int, reason: str = "") -> None:
         """Count *blocks* in the ledger under this tier; nothing when there are none."""
         if blocks:
             self.ledger.add(self.name, event, blocks, blocks * self.block_bytes, reason)
 
-    def count_evicted(self, keys: Keys, below: Tier | None) -> None:
-        """Count evicted blocks, telling those that are still in the tier *below* from those that are lost."""
-        kept = int((below.index.rows_of(keys) >= 0).sum()) if below is not None and len(keys) else 0
+    def count_evicted(self, keys: Keys, below: Tier | None, outside: Keys | None = None) -> None:
+        """Count evicted blocks, telling those that are in the tier *below* or *outside* from those that are lost."""
+        known = below.index.rows_of(keys) >= 0 if below is not None and len(keys) else np.zeros(len(keys), np.bool_)
+        if outside is not None:
+            known |= np.isin(keys[:, 0], outside[:, 0])
+        kept = int(known.sum())
         self.count(Event.EVICTED, kept, "kept_below")
         self.count(Event.EVICTED, len(keys) - kept, "capacity")
+        self.count(Event.UNUSED, self.index.take_unused())
 
     def seal(self, rows: Rows, integrity: str) -> None:
         """Note checksums of the payloads of *rows* that were just filled, as far as *integrity* asks for it."""

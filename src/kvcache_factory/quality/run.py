@@ -17,7 +17,7 @@ from ..codec.pca import Pca
 from ..codec.spectral import SpectralCodec
 from ..demo.model import Progress, load_model, silent
 from ..errors import ConfigError
-from ..jit import is_warm, warm_up
+from ..jit import is_warm, want_late, warm_up
 from .blocks import EXACT_BLOCKS, Coded, speed, through
 from .calibrate import find_or_make
 from .reader import KV, Reader
@@ -80,6 +80,7 @@ def run_quality(
     plan = plan or (QUICK if quick else Plan())
     codecs = {text: parse_codec(text) for text in methods or (QUICK_METHODS if quick else METHODS)}
     reader, tokenizer = load_reader(model, progress)
+    want_late()
     warm_up()
     kvs, needles = _read(reader, tokenizer, plan, progress)
     rows = []
