@@ -27,6 +27,8 @@ from .values import Floats
 
 MAGIC = b"KVCFCALB"
 SUFFIX = ".kvcal"
+PATTERN = f"kvcache-factory.*{SUFFIX}"
+"""Of the names of tables."""
 _MOST_BYTES = 4 << 30
 _WIDTH = 1152
 """Elements of a token in one group of layers at most, where a single layer has no more."""

@@ -11,6 +11,7 @@ from ..codec import calibration
 from ..codec.calibration import tables_directory
 from ..codec.values import from_bf16
 from ..demo.model import Progress, silent
+from ..errors import FormatError
 from .reader import Reader
 from .texts import chapters, windows
 
@@ -53,9 +54,12 @@ def find_or_make(reader: Reader, tokenizer: Any, progress: Progress = silent) ->
     """The newest table in the default directory that fits the model, or a new one."""
     wanted = (reader.spec.num_layers, reader.spec.num_kv_heads, reader.spec.head_dim)
     name = Path(str(getattr(reader.model.config, "_name_or_path", "") or reader.model.config.model_type)).name
-    files = sorted(tables_directory().glob(f"*{calibration.SUFFIX}"), key=lambda f: -f.stat().st_mtime)
+    files = sorted(tables_directory().glob(calibration.PATTERN), key=lambda f: -f.stat().st_mtime)
     for file in files:
-        found = calibration.load(file)
+        try:
+            found = calibration.load(file)
+        except FormatError:  # somebody else's, or half of one: that is no reason not to make a good one
+            continue
         if (found.geometry, found.model) == (wanted, name):
             return file
     return make_table(reader, tokenizer, tables_directory(), progress=progress)
