@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("kvcache_factory")
 LOG_EVERY_S = 60.0
+MAX_WAIT_S = 2.0
+"""Longest time that a look-up waits for a remote level."""
 
 
 class Context:
@@ -323,6 +325,19 @@ class KeySpace:
             if self._context.chain.is_open:
                 ticket = self._context.chain.finding.prefetch(chain, self.root, wait_s)
         return ticket
+
+    def ask_remotely(self, chains: Sequence[KeyChain], wait_s: float = MAX_WAIT_S) -> None:
+        """Bring what the remote level, if there is one, holds of *chains* to memory; waits at most *wait_s* seconds.
+
+        For engines that cannot do anything else meanwhile; :meth:`match` then finds what has come.
+        """
+        if not self.asks_remotely:
+            return
+        end = time.monotonic() + wait_s
+        tickets = [self.prefetch(chain, wait_s) for chain in chains]
+        for ticket in tickets:
+            if ticket is not None:
+                ticket.wait(max(end - time.monotonic(), 0))
 
     def refresh(self) -> Ticket | None:
         """Begin to learn what other processes have stored; None when what is known is young enough."""
