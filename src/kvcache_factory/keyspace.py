@@ -22,6 +22,7 @@ from .engine.inside import HERE
 from .engine.io import Ticket
 from .engine.ledger import MANAGER, Event, Ledger
 from .errors import ConfigError, LayoutError
+from .memory.agreement import Agreement
 from .memory.region import BlockPositions, Region
 from .observe.record import Recorder
 from .policy.base import Importance, RequestHint, ReuseHint
@@ -48,6 +49,8 @@ class Context:
         self.sessions = sessions
         self.number = number
         self.recorder: Recorder | None = None
+        self.agreement: Agreement | None = None
+        """What keeps the ranks of a tensor-parallel engine together."""
         self.scorer: Importance | None = None
         """What tells how important blocks are, where the policy has such a hook."""
         self._logged: dict[str, float] = {}
@@ -192,12 +195,21 @@ class KeySpace:
             if context.chain.is_open:
                 self._require(chain)
                 match = context.chain.finding.match(chain, self.root, request_id, limit, Fidelity.EXACT, hint)
+        if context.agreement is not None:
+            match = self._agreed(context.agreement, match)
         self._charge(session, chain, match.blocks, used=True)
         if context.recorder is not None:
             with context.guarded("record"):
                 owner = session if session is not None else current_session(context.number)
                 context.recorder.asked(request_id, chain.keys, chain.num_tokens, owner, reuse_hint)
         return match
+
+    def _agreed(self, agreement: Agreement, match: Match) -> Match:
+        """What every rank has of it; asked for every request, found or not, since all ranks must ask equally often."""
+        least = 0
+        with self._context.guarded("agree"):
+            least = agreement.least(match.blocks)
+        return match.shortened(least, "not_on_every_rank")
 
     def load(self, match: Match, region: Region, positions: BlockPositions) -> int:
         """Copy the blocks of *match*, from number 0 on, to *positions* of *region*.
