@@ -32,6 +32,10 @@ def test_options_reach_the_connector() -> None:
     assert mock._shared["bench"] == {}, "what was stored is deleted"
     with pytest.raises(ConfigError, match="name=value"):
         l2.run_l2("MOCK", ["share"], quick=True)
+    with pytest.raises(ConfigError, match=r"no option 'shared'; use use_rdma"):
+        l2.run_l2("MOCK", ["shared=x"], quick=True)
+    with pytest.raises(ConfigError, match="use_noop='perhaps'"):
+        l2.run_l2("MOCK", ["use_noop=perhaps"], quick=True)
     with pytest.raises(ConfigError, match="did you mean"):
         l2.run_l2("MOK", quick=True)
 
