@@ -118,6 +118,7 @@ class Saving:
         tier = self.tiers[0]
         if self.seen is not None:
             self.seen.add(chain.keys[first : first + count])
+        self.flow.make_room(chain, first, count)
         reservation = tier.reserve(chain, root, first, count, fidelity, self.mover.layout_code(tag), hint)
         tier.count_left(reservation, self.flow.below(0))
         if reservation.reason == "parent_absent":
