@@ -147,7 +147,8 @@ class KeySpace:
 
     def chain(self, tokens: Any = (), media: Sequence[MediaSpan] = ()) -> KeyChain:
         """The keys of *tokens* (list, array or tensor of integers); TokenError when they are not token ids."""
-        chain = KeyChain(self.identity, builder=self._context.config.key_builder, media=media)
+        config = self._context.config
+        chain = KeyChain(self.identity, builder=config.key_builder, media=media, max_tokens=config.max_tokens)
         chain.extend(tokens)
         return chain
 
