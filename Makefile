@@ -23,7 +23,7 @@ TRITON_STAMP := $(TRITON)/.lock-$(shell tr -dc '[:alnum:].' < requirements-trito
 WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal
 
-.PHONY: setup test test-vllm lint format demo bench soak clean help
+.PHONY: setup setup-system test test-vllm lint format demo bench soak clean help
 
 help:
 	@echo "make demo    run the main job: a conversation, without and with the cache"
@@ -31,8 +31,22 @@ help:
 	@echo "make lint    ruff, mypy, import-linter        make format   apply ruff"
 	@echo "make bench   the benchmark tables             make soak     the long tests"
 	@echo "make setup   create the environments          make clean    remove what was built"
+	@echo "make setup-system   install redis-server and etcd for the tests of connectors (Debian, as root)"
 
-setup: $(STAMP) $(VLLM_STAMP) $(TRITON_STAMP)
+setup: setup-system $(STAMP) $(VLLM_STAMP) $(TRITON_STAMP)
+
+# Servers for the tests of connectors and clusters.  Where they cannot be had, those tests are skipped and say so.
+SYSTEM := redis-server redis-cli etcd openssl
+setup-system:
+	@missing=; for program in $(SYSTEM); do command -v $$program >/dev/null || missing="$$missing $$program"; done; \
+	if test -z "$$missing"; then exit 0; fi; \
+	if test "$$(id -u)" != 0 || ! command -v apt-get >/dev/null; then \
+	  echo "note: missing$$missing (only root on Debian can install them here); the tests that need them will be skipped"; \
+	  exit 0; \
+	fi; \
+	export DEBIAN_FRONTEND=noninteractive; \
+	{ apt-get update -q && apt-get install -q -y --no-install-recommends redis-server redis-tools etcd-server openssl; } >/dev/null || \
+	  echo "note:$$missing could not be installed (no network?); the tests that need them will be skipped"
 
 $(STAMP): $(LOCKS)
 	$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11) and 'Python 3.11 or later is needed; say make PYTHON=python3.11')"
@@ -81,7 +95,7 @@ format: $(STAMP)
 	$(BIN)/ruff format .
 
 # The closing run is the whole suite; before it, what must also hold without numba and on the oldest Transformers.
-test: $(STAMP) $(VLLM_STAMP) $(TRITON_STAMP) lint
+test: setup-system $(STAMP) $(VLLM_STAMP) $(TRITON_STAMP) lint
 	KVCACHE_FACTORY_NO_NUMBA=1 $(PYTEST) tests/memory $(wildcard tests/engine)
 	PYTHONPATH=$(TF4) $(PYTEST) tests/integration/transformers
 	TRITON_INTERPRET=1 PYTHONPATH=$(TRITON) $(BIN)/python -m pytest -q tests/memory/test_launch.py

@@ -16,6 +16,9 @@ ENTRY_POINTS = "kvcache_factory.connectors"
 
 _SHIPPED = {
     "MOCK": f"{__package__}.mock:MockConnector",
+    "REDIS": f"{__package__}.redis:RedisConnector",
+    "ROCKSDB": f"{__package__}.rocksdb:RocksDBConnector",
+    "SHFS": f"{__package__}.shfs:SharedFilesConnector",
 }
 _ALIASES = {"PRIS": "PRISKV"}
 _registered: dict[str, str | type[Connector[Any, Any]]] = {}
