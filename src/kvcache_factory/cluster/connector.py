@@ -302,6 +302,8 @@ class ClusterConnector(Connector[bytes, None]):
 
     async def _route(self, keys: Sequence[bytes], ask: Ask, miss: Status[Any]) -> list[Status[Any]]:
         """Ask the owner of each key, all of them at the same time; *miss* for keys that nobody can be asked for."""
+        if self._closed:
+            return [Status(StatusCodes.ERROR, "the cluster is closed")] * len(keys)
         results = [miss] * len(keys)
         calls, alone = self._begin(keys)
 
