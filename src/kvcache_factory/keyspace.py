@@ -309,12 +309,20 @@ class KeySpace:
                 self._context.recorder.ended(request_id, output_tokens)
         return released
 
-    def prefetch(self, chain: KeyChain) -> Ticket | None:
-        """Start to bring what slower tiers hold of *chain* to the first tier; None when there is nothing to do."""
+    @property
+    def asks_remotely(self) -> bool:
+        """Whether there is a remote level, which only :meth:`prefetch` asks; :meth:`peek` knows nothing of it."""
+        return self._context.chain.remote is not None
+
+    def prefetch(self, chain: KeyChain, wait_s: float | None = None) -> Ticket | None:
+        """Start to bring what slower levels hold of *chain* to memory; None when there is nothing to do.
+
+        *wait_s*: seconds after which the caller will not wait any more, a deadline for what comes from a remote level.
+        """
         ticket = None
         with self._context.guarded("prefetch"):
             if self._context.chain.is_open:
-                ticket = self._context.chain.finding.prefetch(chain, self.root)
+                ticket = self._context.chain.finding.prefetch(chain, self.root, wait_s)
         return ticket
 
     def refresh(self) -> Ticket | None:

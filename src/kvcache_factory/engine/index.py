@@ -231,6 +231,12 @@ class Index(Tree):
             dropped = self.state[rows] != READY
             return int(dropped.argmax()) if dropped.any() else len(rows)
 
+    def dropped(self, rows: Rows) -> npt.NDArray[np.bool_]:
+        """Which of *rows*, which the caller holds, were dropped."""
+        with self._lock:
+            dropped: npt.NDArray[np.bool_] = self.state[rows] != READY
+            return dropped
+
     def select_victims(self, count: int) -> Rows:
         """Pin the *count* rows, or more, that the policy would move down first; :meth:`remove_selected` ends that."""
         with self._lock:
