@@ -24,6 +24,7 @@ from .backend import (
     levels_of,
 )
 from .block.identity import Identity
+from .cluster.opening import open_cluster
 from .codec.aesgcm import AesGcm
 from .codec.keys import load_key
 from .config import ManagerConfig
@@ -114,6 +115,8 @@ def _remote(
 
 def _connector(level: RemoteBackend, executor: Executor) -> Connector[bytes, Any]:
     config = ConnectorConfig(level.connector, level.namespace, "0", executor)
+    if level.meta_service is not None:
+        return open_cluster(config, level.options, level.meta_service)
     return create_connector(config, level.options)
 
 

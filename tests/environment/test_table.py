@@ -117,5 +117,12 @@ def test_options_of_connectors_are_those_of_the_table(name: str) -> None:
             assert not row.secret or option in secret_fields(options)
 
 
+def test_every_option_of_a_shipped_connector_has_a_variable() -> None:
+    """What can be said in Python can be said in the environment; `share` only means something inside a process."""
+    places = {row.place for row in ROWS}
+    wanted = {f"{name}.{field}" for name, options in OPTIONS.items() for field in options.__struct_fields__}
+    assert wanted - places == {"MOCK.share"}
+
+
 if __name__ == "__main__":
     print("\n".join(map(page_line, ROWS)))

@@ -11,7 +11,7 @@ import msgspec
 from ..config import ManagerConfig, parse_config
 from ..errors import ConfigError
 from ..policy.names import make_policy
-from .compose import DOCUMENTED, Draft
+from .compose import DOCUMENTED, Draft, options_of_others
 from .files import known_presets, read_file
 from .reading import read_arguments, read_environment, unknown, warn
 from .table import PREFIX, ROW_OF, ROWS, Environment, Row
@@ -71,7 +71,8 @@ def compose(
         raise ConfigError("; ".join(errors))
     draft = Draft(DOCUMENTED if file is None else _checked(file))
     draft.apply({**reading.given, **values})
-    warn([*reading.notes, *draft.notes])
+    read = options_of_others(draft, os.environ if environ is None else environ)
+    warn([*_without(reading.notes, read), *draft.notes])
     return parse_config(draft.data()), own
 
 
@@ -79,10 +80,11 @@ def explain(environ: Mapping[str, str] | None = None, file: str | os.PathLike[st
     """Each variable as it stands, and what is wrong or may be; a file that cannot be read is a ConfigError."""
     reading = read_environment(os.environ if environ is None else environ)
     base = _checked(file) if file is not None else None
-    below, errors = Draft(base or {}), list(reading.errors.values())
+    below, errors, read = Draft(base or {}), list(reading.errors.values()), set[str]()
     draft = Draft(DOCUMENTED if base is None else base)
     try:
         draft.apply(reading.given)
+        read = options_of_others(draft, os.environ if environ is None else environ)
         config = parse_config(draft.data())
         make_policy(config.eviction_policy.name, **config.eviction_policy.options)
     except ConfigError as error:
@@ -100,7 +102,12 @@ def explain(environ: Mapping[str, str] | None = None, file: str | os.PathLike[st
         else:
             setting = Setting(row.name, row.default, "default", row.meaning)
         settings.append(setting)
-    return Explanation(settings, errors, [*reading.notes, *draft.notes])
+    return Explanation(settings, errors, [*_without(reading.notes, read), *draft.notes])
+
+
+def _without(notes: list[str], read: set[str]) -> list[str]:
+    """Notes but those about variables that were *read* after all."""
+    return [note for note in notes if note.partition(" ")[0] not in read]
 
 
 def _checked(file: str | os.PathLike[str]) -> dict[str, Any]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ..connector.base import OptionsConnector, options_from_env
+from ..connector.names import connector_class
 from ..errors import ConfigError
 from .table import PREFIX, ROW_OF, ROWS, Row, pair
 
@@ -196,3 +198,24 @@ class Draft:
 
 
 _CAPITALS = ("l2_cache_ingestion_type", "l1_cache_eviction_policy")
+
+
+def options_of_others(draft: Draft, environ: Mapping[str, str]) -> set[str]:
+    """Let a connector that is not of the table read its own variables; returns which it knows.
+
+    Raises ConfigError for a connector that is not there, and for a wrong value.
+    """
+    remote = draft.remote
+    if remote is None or remote["connector"] in CONNECTOR_PLACES:
+        return set()
+    made = connector_class(remote["connector"])
+    if not issubclass(made, OptionsConnector):
+        return set()
+    options = made.Options
+    prefixes = [PREFIX + prefix for prefix in (options.env_prefix, *options.env_older)]
+    known = {prefix + field.upper(): field for prefix in prefixes for field in options.__struct_fields__}
+    said = {known[name] for name in environ if name in known}
+    read = options_from_env(options, environ, **remote.get("options", {}))
+    if said:
+        remote["options"] = {**{field: getattr(read, field) for field in said}, **remote.get("options", {})}
+    return set(known)

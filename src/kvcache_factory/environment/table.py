@@ -227,6 +227,25 @@ class Environment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
     shfs_root: Annotated[str, at("SHFS.root", "shared file system directory")] = "~/.kv_cache_ol/shfs"
 
+    shfs_min_free_gb: Annotated[float, at("SHFS.min_free_gb", "GiB that stay free in the file system", ge=0)] = 1.0
+
+    redis_url: Annotated[str, at("REDIS.url", "redis://host:port, rediss:// for TLS, or unix:///path", secret=True)] = (
+        "redis://127.0.0.1:6379"
+    )
+    redis_username: Annotated[str, at("REDIS.username", "user, where the address names none")] = ""
+    redis_password: Annotated[str, at("REDIS.password", "password, where the address has none", secret=True)] = ""
+    redis_tls_ca: Annotated[str, at("REDIS.tls_ca", "file with the certificates to trust")] = ""
+    redis_tls_cert: Annotated[str, at("REDIS.tls_cert", "file with the client's certificate")] = ""
+    redis_tls_key: Annotated[str, at("REDIS.tls_key", "file with its key")] = ""
+    redis_tls_check_hostname: Annotated[
+        bool, at("REDIS.tls_check_hostname", "the server's certificate must name the host")
+    ] = True
+    redis_ttl_s: Annotated[int, at("REDIS.ttl_s", "seconds that a value is kept; 0 = as the server likes", ge=0)] = 0
+    redis_timeout_s: Annotated[float, at("REDIS.timeout_s", "longest that one value may take, in seconds", gt=0)] = 2.0
+    redis_connect_timeout_s: Annotated[
+        float, at("REDIS.connect_timeout_s", "longest that a connection may take, in seconds", gt=0)
+    ] = 1.0
+
     def __post_init__(self) -> None:
         for row in ROWS:
             if row.ok is not None and not row.ok(getattr(self, row.field)):
