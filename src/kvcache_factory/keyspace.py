@@ -333,6 +333,10 @@ class KeySpace:
                 ticket = self._context.chain.finding.refresh_if_stale()
         return ticket
 
+    def soon(self, work: Callable[[], object]) -> None:
+        """Run *work* now or, where a destructor asks in the middle of something, when the next verb has ended."""
+        self._context.soon(work)
+
     def drop(self, chain: KeyChain, first: int = 0) -> int:
         """Drop the blocks of *chain* from number *first* on, and all that was built on them; returns how many."""
         return self._context.chain.drop(chain, first) if self._context.chain.is_open else 0
