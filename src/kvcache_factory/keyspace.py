@@ -22,6 +22,7 @@ from .engine.inside import HERE
 from .engine.io import Ticket
 from .engine.ledger import MANAGER, Event, Ledger
 from .errors import ConfigError, LayoutError
+from .memory.agreement import Agreement
 from .memory.region import BlockPositions, Region
 from .observe.record import Recorder
 from .policy.base import Importance, RequestHint, ReuseHint
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("kvcache_factory")
 LOG_EVERY_S = 60.0
+MAX_WAIT_S = 2.0
+"""Longest time that a look-up waits for a remote level."""
 
 
 class Context:
@@ -46,6 +49,8 @@ class Context:
         self.sessions = sessions
         self.number = number
         self.recorder: Recorder | None = None
+        self.agreement: Agreement | None = None
+        """What keeps the ranks of a tensor-parallel engine together."""
         self.scorer: Importance | None = None
         """What tells how important blocks are, where the policy has such a hook."""
         self._logged: dict[str, float] = {}
@@ -191,12 +196,21 @@ class KeySpace:
             if context.chain.is_open:
                 self._require(chain)
                 match = context.chain.finding.match(chain, self.root, request_id, limit, Fidelity.EXACT, hint)
+        if context.agreement is not None:
+            match = self._agreed(context.agreement, match)
         self._charge(session, chain, match.blocks, used=True)
         if context.recorder is not None:
             with context.guarded("record"):
                 owner = session if session is not None else current_session(context.number)
                 context.recorder.asked(request_id, chain.keys, chain.num_tokens, owner, reuse_hint)
         return match
+
+    def _agreed(self, agreement: Agreement, match: Match) -> Match:
+        """What every rank has of it; asked for every request, found or not, since all ranks must ask equally often."""
+        least = 0
+        with self._context.guarded("agree"):
+            least = agreement.least(match.blocks)
+        return match.shortened(least, "not_on_every_rank")
 
     def load(self, match: Match, region: Region, positions: BlockPositions) -> int:
         """Copy the blocks of *match*, from number 0 on, to *positions* of *region*.
@@ -324,6 +338,19 @@ class KeySpace:
             if self._context.chain.is_open:
                 ticket = self._context.chain.finding.prefetch(chain, self.root, wait_s)
         return ticket
+
+    def ask_remotely(self, chains: Sequence[KeyChain], wait_s: float = MAX_WAIT_S) -> None:
+        """Bring what the remote level, if there is one, holds of *chains* to memory; waits at most *wait_s* seconds.
+
+        For engines that cannot do anything else meanwhile; :meth:`match` then finds what has come.
+        """
+        if not self.asks_remotely:
+            return
+        end = time.monotonic() + wait_s
+        tickets = [self.prefetch(chain, wait_s) for chain in chains]
+        for ticket in tickets:
+            if ticket is not None:
+                ticket.wait(max(end - time.monotonic(), 0))
 
     def refresh(self) -> Ticket | None:
         """Begin to learn what other processes have stored; None when what is known is young enough."""

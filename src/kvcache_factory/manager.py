@@ -25,6 +25,7 @@ from .environment import compose
 from .errors import ConfigError, UnknownSessionError
 from .jit import warm_up_in_background
 from .keyspace import Context, KeySpace
+from .memory.agreement import Agreement
 from .policy.base import EvictionPolicy
 from .policy.compression import CompressionPolicy
 from .policy.order import LRUEvictionPolicy
@@ -83,6 +84,10 @@ class CacheManager:
     record:
         File to which each request is appended, for ``kvcache-factory replay``: no tokens, and keys under a salt that is
         not kept.
+    process_group:
+        A ``torch.distributed`` process group of tensor-parallel ranks with a manager each: what a match finds is what
+        every rank has, by one collective for each match.  All ranks must match the same requests in the same order.
+        No part of the configuration.
     """
 
     def __init__(
@@ -103,6 +108,7 @@ class CacheManager:
         measure_stages: bool = False,
         profiling_server: str = "",
         record: str | os.PathLike[str] | None = None,
+        process_group: Any = None,
     ) -> None:
         backend = backend if backend is not None else CPUBackend()
         policy = eviction_policy if eviction_policy is not None else LRUEvictionPolicy()
@@ -142,6 +148,7 @@ class CacheManager:
         self._chain = build_chain(self.config, policy, self._ledger, failures)
         self._context = Context(self.config, self._chain, self._ledger, self._sessions, self._number)
         self._context.scorer = policy.scorer
+        self._context.agreement = Agreement(process_group) if process_group is not None else None
         failures.context = self._context
         self._finalizer = weakref.finalize(self, _close, self._chain, self._context)
         self._remotes: list[Remote] = []

@@ -11,10 +11,11 @@ import errno
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
-from typing import Any, ClassVar, TypeAlias, TypeVar
+from importlib import import_module
+from typing import Any, TypeAlias, TypeVar
 from urllib.parse import quote_from_bytes
 
-from ..errors import KVCacheError
+from ..errors import KVCacheError, MissingDependencyError
 from ..status import Status, StatusCodes
 from .base import ConnectorFeature, MemoryRegion, OptionsConnector
 
@@ -62,9 +63,6 @@ class BlockingConnector(OptionsConnector):
     the whole batch.
     """
 
-    batches: ClassVar[bool] = True
-    """Whether batches are offered as such; where a client has no use for them, callers may run singles beside."""
-
     def __init__(self, conn_id: str, executor: Executor, options: Any) -> None:
         self.conn_id = conn_id
         self.executor = executor
@@ -77,7 +75,7 @@ class BlockingConnector(OptionsConnector):
 
     @property
     def feature(self) -> ConnectorFeature:
-        return ConnectorFeature(mput_mget=self.batches)
+        return ConnectorFeature(mput_mget=True)
 
     # -- what subclasses write ----------------------------------------------------------------------------------------
 
@@ -93,17 +91,20 @@ class BlockingConnector(OptionsConnector):
     def exists_all(self, call: Call, keys: Sequence[bytes]) -> Statuses:
         """OK or NOT_FOUND for each key."""
 
-    @abstractmethod
     def get_all(self, call: Call, keys: Sequence[bytes], mrs: Sequence[MemoryRegion]) -> Statuses:
-        """Fill each region with the value of its key."""
+        """Fill each region with the value of its key.  Not asked where ``mget`` is written instead."""
+        raise NotImplementedError
 
-    @abstractmethod
     def put_all(self, call: Call, keys: Sequence[bytes], mrs: Sequence[MemoryRegion]) -> Statuses:
-        """Store the bytes of each region under its key."""
+        """Store the bytes of each region under its key.  Not asked where ``mput`` is written instead."""
+        raise NotImplementedError
 
     @abstractmethod
     def delete_all(self, call: Call, keys: Sequence[bytes]) -> Statuses:
         """Remove the keys; an absent one is OK."""
+
+    def memory_mapped(self, address: int, length: int) -> None:
+        """In a helper process: regions will lie in the *length* bytes at *address*."""
 
     def status_of(self, error: Exception) -> Status[Any]:
         """What an exception of the client means."""
@@ -199,6 +200,18 @@ def single_regions(mrs: Sequence[Regions]) -> list[MemoryRegion]:
         assert isinstance(mr, MemoryRegion), "this connector takes one region for a value"
         singles.append(mr)
     return singles
+
+
+def sdk(module: str, connector: str, install: str) -> Any:
+    """A vendor's package; MissingDependencyError where it, or a library that it needs, is not there."""
+    try:
+        return import_module(module)
+    except ImportError as error:
+        package = module.partition(".")[0]
+        why = "" if isinstance(error, ModuleNotFoundError) and error.name == package else f", which fails with: {error}"
+        raise MissingDependencyError(
+            f"the {connector} connector needs the package {package!r}{why}; install it with: {install}"
+        ) from error
 
 
 def text_key(key: bytes) -> str:

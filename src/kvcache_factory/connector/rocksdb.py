@@ -20,10 +20,10 @@ from urllib.parse import quote
 
 import msgspec
 
-from ..errors import ConfigError, MissingDependencyError
+from ..errors import ConfigError
 from ..status import Status, StatusCodes
 from .base import ConnectorOptions, MemoryRegion
-from .blocking import BlockingConnector, Call, Statuses, found, status_of, wrong_length
+from .blocking import BlockingConnector, Call, Statuses, found, sdk, status_of, wrong_length
 
 _MARK = struct.Struct("<Qd")  # length of the value, time of its writing in seconds
 _MARKS = "marks"
@@ -48,7 +48,7 @@ class RocksDBOptions(ConnectorOptions, frozen=True, kw_only=True):
     write_buffer_size: Count = 64 << 20
     target_file_size_base: Count = 64 << 20
     max_write_buffer_number: Count = 3
-    max_total_wal_size: Count = 128 << 20
+    max_total_wal_size: Annotated[int, msgspec.Meta(ge=0)] = 128 << 20
     max_background_jobs: Count = 8
 
 
@@ -175,8 +175,4 @@ def make_private(path: Path) -> None:
 
 
 def _rocksdict() -> Any:
-    try:
-        import rocksdict
-    except ImportError as error:
-        raise MissingDependencyError.of("rocksdict", "rocksdb", "the ROCKSDB connector") from error
-    return rocksdict
+    return sdk("rocksdict", "ROCKSDB", "pip install 'kvcache-factory[rocksdb]'")

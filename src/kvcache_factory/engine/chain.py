@@ -171,6 +171,8 @@ class TierChain:
         dropped = 0
         for tier in self._tiers_twice():
             rows = tier.index.rows_of(chain.keys[first:])
+            if self.remote is not None and (rows >= 0).any():
+                self.remote.forget_keys(tier.index.keys_below(rows[rows >= 0]))
             dropped += tier.drop(rows[rows >= 0], reason)
         if self.remote is not None:
             self.remote.forget_chain(view_of(chain, chain.num_blocks), first)

@@ -7,72 +7,20 @@ from typing import Any
 
 import msgspec
 import pytest
+from tests.engine.remote_harness import SHARE, SPEC, TOKENS, RemoteCache, caches
 
-from kvcache_factory import CPUBackend, HierarchicalBackend, RemoteBackend
-from kvcache_factory.backend import Level
+from kvcache_factory import CPUBackend, DiskBackend, HierarchicalBackend, RemoteBackend
 from kvcache_factory.connector import mock
 from kvcache_factory.engine.ledger import Event
 from kvcache_factory.manager import CacheManager
-from kvcache_factory.testing import FakeEngine, SmallCache, sized_level, tiny_identity, tiny_spec
-
-SHARE = "tests"
-SPEC = tiny_spec()
-TOKENS = list(range(100, 132))
-"""Eight blocks of four tokens."""
-PATIENT = {"per_token_timeout_ms": 60_000.0, "max_wait_s": 60.0}
-
-
-class RemoteCache(SmallCache):
-    """A small cache above MOCK, with what tests ask of it."""
-
-    def there(self) -> dict[bytes, bytes]:
-        """What the remote store holds."""
-        return mock._shared.get(SHARE, {})
-
-    def fetch(self, tokens: Any = TOKENS) -> None:
-        """Ask the remote level and wait for the end."""
-        ticket = self.space.prefetch(self.space.chain(tokens))
-        assert ticket is None or ticket.wait(60)
-
-    def settled(self) -> dict[bytes, bytes]:
-        """What the remote store holds when all background work has ended."""
-        assert self.manager.wait(60)
-        return self.there()
-
-    def total(self, event: Event, reason: str | None = None) -> int:
-        """Blocks counted for the remote level."""
-        return self.manager._ledger.total(event, "remote", reason).blocks
-
-
-def remote_cache(*levels: Level, manager: dict[str, Any] | None = None, **options: Any) -> RemoteCache:
-    """A cache of 64 blocks, or of other *levels*, above MOCK."""
-    connector = {"share": SHARE, **options.pop("connector", {})}
-    backend = RemoteBackend(connector="MOCK", options=connector, **{**PATIENT, **options})
-    above = list(levels) or [sized_level(64, SPEC)]
-    made = CacheManager(HierarchicalBackend([*above, backend]), **(manager or {}))
-    return RemoteCache(made, made.register(SPEC, tiny_identity(SPEC)), FakeEngine(SPEC, 64))
-
-
-@pytest.fixture(autouse=True)
-def _forget() -> Iterator[None]:
-    yield
-    mock.forget(SHARE)
+from kvcache_factory.testing import sized_level
 
 
 @pytest.fixture
 def opened() -> Iterator[Any]:
     """Opens caches, checks and closes them."""
-    made: list[RemoteCache] = []
-
-    def make(*levels: Level, **options: Any) -> RemoteCache:
-        made.append(remote_cache(*levels, **options))
-        return made[-1]
-
-    yield make
-    for cache in made:
-        assert cache.manager.wait(60)
-        assert cache.manager.check() == []
-        cache.manager.close()
+    with caches() as make:
+        yield make
 
 
 @pytest.mark.parametrize(
@@ -200,8 +148,6 @@ def test_a_device_tier_goes_by_way_of_host_memory_or_gdr(opened: Any, connector:
 
 def test_below_a_disk_it_is_fed_from_memory(opened: Any, tmp_path: Any) -> None:
     """Memory, disk and remote: both get what is stored, and what comes from afar goes to the disk as well."""
-    from kvcache_factory import DiskBackend
-
     disk = [DiskBackend(str(tmp_path / name), size_gb=0.01, segment_mb=1) for name in "ab"]
     first = opened(sized_level(64, SPEC), disk[0], ingestion="all")
     first.save(TOKENS)
@@ -276,7 +222,7 @@ def test_what_is_dropped_is_deleted_there(opened: Any) -> None:
 def test_a_block_that_was_dropped_while_it_was_written_does_not_stay(opened: Any, monkeypatch: Any) -> None:
     """Whoever dropped it could not see the copy yet."""
     cache = opened(ingestion="all")
-    level = cache.manager._chain.remote
+    level = cache.level
     put = level.store.put
 
     def dropping(*args: Any, **options: Any) -> Any:
