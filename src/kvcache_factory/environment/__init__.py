@@ -120,4 +120,4 @@ def _checked(file: str | os.PathLike[str]) -> dict[str, Any]:
     return data
 
 
-_OWN = ManagerConfig.__struct_fields__
+_OWN = (*ManagerConfig.__struct_fields__, "process_group")

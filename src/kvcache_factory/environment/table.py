@@ -83,6 +83,10 @@ _URL = {
 }
 _PORT: dict[str, Any] = {"ge": 1, "le": 65535}
 
+_TIMEOUT = "seconds that a batch may take before its helper process is killed"
+_START = "seconds that the helper process may take to start and connect"
+_COPY = "MiB for memory that cannot be shared with the helper process"
+
 
 class Environment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Every variable that is read, as a typed value; the defaults are the documented ones."""
@@ -179,6 +183,13 @@ class Environment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     ] = ""
     infinistore_use_gdr: Annotated[bool, at("INFINISTORE.use_gdr", "GDR where available")] = True
 
+    infinistore_local_rank: Annotated[
+        int, at("INFINISTORE.local_rank", "which of the devices this process uses", ge=0)
+    ] = 0
+    infinistore_timeout_s: Annotated[float, at("INFINISTORE.timeout_s", _TIMEOUT, gt=0)] = 5.0
+    infinistore_start_timeout_s: Annotated[float, at("INFINISTORE.start_timeout_s", _START, gt=0)] = 30.0
+    infinistore_copy_mb: Annotated[int, at("INFINISTORE.copy_mb", _COPY, ge=1)] = 128
+
     hpkv_remote_addr: Annotated[str, at("HPKV.remote_addr", "server")] = "127.0.0.1"
     hpkv_remote_port: Annotated[int, at("HPKV.remote_port", "server", **_PORT)] = 12346
     hpkv_local_addr: Annotated[str, at("HPKV.local_addr", "client side")] = "127.0.0.1"
@@ -196,6 +207,10 @@ class Environment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     priskv_use_zero_copy: Annotated[
         bool, at("PRISKV.use_zero_copy", "memory that the store owns", older=("pris_use_zero_copy",))
     ] = False
+
+    priskv_timeout_s: Annotated[float, at("PRISKV.timeout_s", _TIMEOUT, gt=0)] = 5.0
+    priskv_start_timeout_s: Annotated[float, at("PRISKV.start_timeout_s", _START, gt=0)] = 30.0
+    priskv_copy_mb: Annotated[int, at("PRISKV.copy_mb", _COPY, ge=1)] = 128
 
     eic_config_file: Annotated[
         str,
