@@ -76,6 +76,7 @@ def build_chain(
         integrity=config.integrity,
         lease_max_age_s=config.lease_max_age_s,
         io_threads=config.io_threads or _io_threads(levels),
+        measure_stages=config.enable_metrics and config.measure_stages,
     )
     if isinstance(config.backend, HierarchicalBackend):
         marks = config.backend

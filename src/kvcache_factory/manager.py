@@ -219,7 +219,8 @@ class CacheManager:
         """Open the manager for a model and return its key space.
 
         Raises ConfigError when spec and identity disagree or the geometry differs from an earlier model's,
-        CapacityError when not one block fits, DeviceError when a device is not there.
+        CapacityError when not one block fits, DeviceError when a device is not there, MissingDependencyError when what
+        the configuration needs is not installed.
         """
         if (identity.block_tokens, identity.kv_dtype) != (spec.block_tokens, spec.dtype.value):
             raise ConfigError(
@@ -228,6 +229,7 @@ class CacheManager:
             )
         self._chain.open(spec)
         self._context.begin_recording(spec.block_tokens)
+        self._context.begin_profiling()
         with self._context.guarded("note"):
             leave_notes(self.config.backend, identity)
         warm_up_in_background()
@@ -411,6 +413,7 @@ class CacheManager:
 def _close(chain: TierChain, context: Context) -> None:
     chain.close()
     context.end_recording()
+    context.end_profiling()
 
 
 class _Failures:
