@@ -55,13 +55,16 @@ def test_a_file_composes_backends_levels_policies_and_compression(file: Path, tm
     assert (manager.config.name, manager.config.key_builder) == ("chat", "SIMPLE_HASH")
 
 
-def test_yaml_says_the_same_as_toml(file: Path, tmp_path: Path) -> None:
-    """Both formats are read into the same data."""
+def test_yaml_and_json_say_the_same_as_toml(file: Path, tmp_path: Path) -> None:
+    """All formats are read into the same data."""
     yaml = tmp_path / "cache.yaml"
     data = CacheManager.from_file(file, {}).to_config()
     yaml.write_bytes(msgspec.yaml.encode(data))
     assert CacheManager.from_file(yaml, {}).to_config() == data
     assert CacheManager.from_file(str(yaml), {}).to_config() == data
+    json = tmp_path / "cache.json"
+    json.write_bytes(msgspec.json.encode(data))
+    assert CacheManager.from_file(json, {}).to_config() == data
 
 
 def test_the_environment_wins_over_the_file_and_arguments_over_both(file: Path) -> None:
@@ -129,6 +132,7 @@ def test_a_file_may_stand_on_a_preset(tmp_path: Path) -> None:
     [
         ("a.toml", "backend = ", "a.toml is not TOML"),
         ("a.yaml", "a: [", "a.yaml is not YAML"),
+        ("a.json", "{", "a.json is not JSON"),
         ("a.yaml", "- 1", "must be a table"),
         ("a.toml", "integritty = 'off'", "integritty"),
         ("a.toml", "name = 3", "name"),

@@ -1,4 +1,4 @@
-"""A cluster under any order of puts, gets, deaths and changes: a value is right or absent, and there when it must be."""
+"""A cluster under any order of puts, gets, deaths and changes: a value is right or absent, and there when it must."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""Configurations in files, TOML or YAML, and the presets that are shipped as such."""
+"""Configurations in files, TOML, YAML or JSON, and the presets that are shipped as such."""
 
 from __future__ import annotations
 
 import difflib
+import json
 import os
 import tomllib
 from collections.abc import Mapping
@@ -52,10 +53,11 @@ def _load(path: Path) -> dict[str, Any]:
     if path.suffix in (".yaml", ".yml"):
         data = _yaml(text, path)
     else:
+        kind, loads = ("JSON", json.loads) if path.suffix == ".json" else ("TOML", tomllib.loads)
         try:
-            data = tomllib.loads(text)
-        except tomllib.TOMLDecodeError as error:
-            raise ConfigError(f"configuration {path} is not TOML: {error}") from None
+            data = loads(text)
+        except ValueError as error:  # both decoders' errors are
+            raise ConfigError(f"configuration {path} is not {kind}: {error}") from None
     if not isinstance(data, dict):
         raise ConfigError(f"configuration {path}: must be a table of names and values, not {type(data).__name__}")
     return data
