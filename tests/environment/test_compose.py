@@ -106,8 +106,8 @@ def test_each_variable_changes_the_configuration(name: str) -> None:
     values = dict(VALUES)
     if name.startswith("S3FIFO"):
         values |= {"L1_CACHE_EVICTION_POLICY": "S3FIFO"}
-    if name == "META_SERVICE_URL":
-        with pytest.raises(ConfigError, match="url"):
+    if name in ("META_SERVICE_URL", "META_SERVICE_CLUSTER_META_KEY"):
+        with pytest.raises(ConfigError, match=f"META_SERVICE_BACKEND='ETCD' needs {PREFIX}{name}"):
             manager(**{k: v for k, v in values.items() if k != name})
         return
     if name == "META_SERVICE_BACKEND" or name == "L2_CACHE_BACKEND":
@@ -231,6 +231,28 @@ connector = "REDIS"
 op_batch = 16
 options = {url = "redis://old:1"}
 """
+
+
+def test_a_policy_of_the_environment_has_its_documented_parameters(tmp_path: Path) -> None:
+    """Over a file with another policy too, and whatever the order in which they are said."""
+    file = tmp_path / "cache.toml"
+    file.write_text('eviction_policy = "lru"\n', encoding="utf-8")
+    assert (
+        manager(file, L1_CACHE_EVICTION_POLICY="S3FIFO").policy.options().items()
+        >= {
+            "threshold": 1,
+            "small_ratio": 0.3,
+        }.items()
+    )
+    environ = {PREFIX + "S3FIFO_SMALL_TO_MAIN_PROMO_THRESHOLD": "3"}
+    made = CacheManager.from_file(file, environ, l1_cache_eviction_policy="s3fifo")
+    assert made.policy.options()["threshold"] == 3
+
+
+def test_a_system_with_a_key_of_its_own_needs_none() -> None:
+    """InfiniStore's membership is where it always was."""
+    made = manager(L2_CACHE_BACKEND="INFINISTORE", META_SERVICE_BACKEND="REDIS", META_SERVICE_URL="redis://meta")
+    assert remote(made).meta_service == MetaServiceBackend(backend="REDIS", url="redis://meta")
 
 
 def test_the_environment_changes_parts_of_a_file(tmp_path: Path) -> None:

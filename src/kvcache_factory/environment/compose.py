@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ..cluster.opening import KEYS
 from ..connector.base import OptionsConnector, options_from_env
 from ..connector.names import connector_class
 from ..errors import ConfigError
@@ -61,8 +62,10 @@ class Draft:
     def apply(self, given: Mapping[str, Any]) -> None:
         """Put *given* values, by field, in their places; those that have none here are noted."""
         self._choose_levels(given)
-        for field, value in given.items():
-            row = ROW_OF[field]
+        for row in ROWS:  # in this order a policy comes before its parameters
+            if row.field not in given:
+                continue
+            field, value = row.field, given[row.field]
             part, _, name = row.place.partition(".")
             place = self._part(part)
             if place is None:
@@ -123,7 +126,8 @@ class Draft:
         if name == "name":
             if value.lower() != self.policy["name"]:
                 cap = self.policy["options"].get("max_size_gb")
-                self.policy = {"name": value.lower(), "options": {} if cap is None else {"max_size_gb": cap}}
+                options = dict(DOCUMENTED["eviction_policy"]["options"]) if value.lower() == "s3fifo" else {}
+                self.policy = {"name": value.lower(), "options": options | ({"max_size_gb": cap} if cap else {})}
         elif self.policy["name"] == "s3fifo":
             self.policy["options"][name] = value
         else:
@@ -148,6 +152,19 @@ class Draft:
                 self.remote.update(double_get_blocks=blocks, double_get_ratio=share)
         if given.get("l1_cache_enabled") is False:
             self._without_memory()
+        self._check_meta_service()
+
+    def _check_meta_service(self) -> None:
+        remote = self.remote or {}
+        service = remote.get("meta_service")
+        if not service:
+            return
+        said = f"{PREFIX}META_SERVICE_BACKEND={service['backend']!r} needs {PREFIX}META_SERVICE_"
+        if not service.get("url"):
+            raise ConfigError(f"{said}URL, which says where it is, such as redis://host:6379")
+        if not service.get("key") and remote["connector"] not in KEYS:
+            have = ", ".join(KEYS)
+            raise ConfigError(f"{said}CLUSTER_META_KEY, the key of the membership; only {have} have one of their own")
 
     def _without_memory(self) -> None:
         """No DRAM tier: a bounded staging area takes its place above what is below."""
