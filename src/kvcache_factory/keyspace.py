@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("kvcache_factory")
 LOG_EVERY_S = 60.0
+MAX_WAIT_S = 2.0
+"""Longest time that a look-up waits for a remote level."""
 
 
 class Context:
@@ -308,13 +310,34 @@ class KeySpace:
                 self._context.recorder.ended(request_id, output_tokens)
         return released
 
-    def prefetch(self, chain: KeyChain) -> Ticket | None:
-        """Start to bring what slower tiers hold of *chain* to the first tier; None when there is nothing to do."""
+    @property
+    def asks_remotely(self) -> bool:
+        """Whether there is a remote level, which only :meth:`prefetch` asks; :meth:`peek` knows nothing of it."""
+        return self._context.chain.remote is not None
+
+    def prefetch(self, chain: KeyChain, wait_s: float | None = None) -> Ticket | None:
+        """Start to bring what slower levels hold of *chain* to memory; None when there is nothing to do.
+
+        *wait_s*: seconds after which the caller will not wait any more, a deadline for what comes from a remote level.
+        """
         ticket = None
         with self._context.guarded("prefetch"):
             if self._context.chain.is_open:
-                ticket = self._context.chain.finding.prefetch(chain, self.root)
+                ticket = self._context.chain.finding.prefetch(chain, self.root, wait_s)
         return ticket
+
+    def ask_remotely(self, chains: Sequence[KeyChain], wait_s: float = MAX_WAIT_S) -> None:
+        """Bring what the remote level, if there is one, holds of *chains* to memory; waits at most *wait_s* seconds.
+
+        For engines that cannot do anything else meanwhile; :meth:`match` then finds what has come.
+        """
+        if not self.asks_remotely:
+            return
+        end = time.monotonic() + wait_s
+        tickets = [self.prefetch(chain, wait_s) for chain in chains]
+        for ticket in tickets:
+            if ticket is not None:
+                ticket.wait(max(end - time.monotonic(), 0))
 
     def refresh(self) -> Ticket | None:
         """Begin to learn what other processes have stored; None when what is known is young enough."""

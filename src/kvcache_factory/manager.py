@@ -281,6 +281,7 @@ class CacheManager:
             "open": self._chain.is_open,
             "compression": "none",
             "tiers": [tier.state() for tier in self._chain.tiers],
+            "remote": self._chain.remote.state() if self._chain.remote is not None else None,
             "leases": len(self._chain.leases),
             "sessions": self._sessions.rows(),
             "hit_rate_blocks": hit / asked if asked else 0.0,

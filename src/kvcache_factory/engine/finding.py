@@ -10,7 +10,7 @@ from ..block.key import KeyChain
 from ..block.plan import ChainView, Match, Segment
 from ..policy.base import NO_HINT, RequestHint
 from .flow import Flow
-from .io import Lane, Ticket
+from .io import Joint, Lane, Ticket
 from .lasting import LastingTier
 from .lease import LeaseBook
 from .ledger import MANAGER, Event, Ledger
@@ -63,19 +63,8 @@ class Finding:
         self.flow.settle()
         tokens = covered * chain.identity.block_tokens
         stored = any(self.tiers[segment.tier].store.memory is None for segment in segments)
-        view = self._view(chain, covered) if stored else None
+        view = view_of(chain, covered) if stored else None
         return Match(request_id, covered, tokens, tuple(segments), reason, lease, root, view)
-
-    @staticmethod
-    def _view(chain: KeyChain, blocks: int) -> ChainView:
-        return ChainView(
-            root_key=chain.root,
-            identity_digest=chain.identity.digest,
-            keys=chain.keys[:blocks],
-            token_blocks=chain.token_blocks[:blocks],
-            extras=chain.extras[:blocks],
-            memo={},
-        )
 
     def refresh_if_stale(self) -> Ticket | None:
         """Begin to learn what other processes have stored, where the last look is old; None when there is no need."""
@@ -120,8 +109,20 @@ class Finding:
                 tier.index.unpin(int(found.rows[-1]))
         return segments, covered, reason
 
-    def prefetch(self, chain: KeyChain, root: int) -> Ticket | None:
-        """Start to bring what slower tiers hold of *chain* to a faster one; None when there is nothing to do."""
+    def prefetch(self, chain: KeyChain, root: int, wait_s: float | None = None) -> Ticket | None:
+        """Start to bring what slower tiers hold of *chain* to a faster one, and what none has from the remote level.
+
+        *wait_s*: what the caller would wait at most for the remote level.  None when there is nothing to do.
+        """
+        local, covered = self._prefetch_local(chain, root)
+        if self.flow.remote is None:
+            return local
+        outside = self.flow.remote.ask(view_of(chain, chain.num_blocks), root, covered, local, wait_s)
+        tickets = [ticket for ticket in (local, outside) if ticket is not None]
+        return Joint(tickets) if tickets else None
+
+    def _prefetch_local(self, chain: KeyChain, root: int) -> tuple[Ticket | None, int]:
+        """What is on its way from slower tiers, and how many blocks the tiers have together."""
         request_id = f"prefetch-{next(self._prefetches)}"
         match = self._lease(chain, root, request_id, chain.num_blocks, Fidelity.EXACT, NO_HINT, counted=False)
         deeper = [segment for segment in match.segments if segment.tier]
@@ -136,5 +137,18 @@ class Finding:
 
         if lease is None:
             end()
-            return None
-        return Prefetch(self.flow, match, deeper, end).start(max(self.flow.settings.io_threads - 1, 1))
+            return None, match.blocks
+        threads = max(self.flow.settings.io_threads - 1, 1)
+        return Prefetch(self.flow, match, deeper, end).start(threads), match.blocks
+
+
+def view_of(chain: KeyChain, blocks: int) -> ChainView:
+    """The leading *blocks* of *chain* as they are now."""
+    return ChainView(
+        root_key=chain.root,
+        identity_digest=chain.identity.digest,
+        keys=chain.keys[:blocks],
+        token_blocks=chain.token_blocks[:blocks],
+        extras=chain.extras[:blocks],
+        memo={},
+    )

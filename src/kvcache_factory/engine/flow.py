@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -16,6 +17,7 @@ from .images import seal
 from .io import IOPool, Lane, Ticket
 from .lasting import LastingTier
 from .ledger import Event
+from .remote import RemoteLevel
 from .roots import Roots
 from .table import Rows
 from .tier import Ingestion, Tier
@@ -66,6 +68,7 @@ class Flow:
         self._demoting = [False] * len(tiers)
         self._transit: Transit | None = None
         self._fetchers: dict[int, Fetcher] = {}
+        self.remote: RemoteLevel | None = None
         self.io = io or IOPool(settings.io_threads, settings.max_pending_jobs, on_error)
         for tier in tiers:
             tier.policy.use_worker(self._in_background)
@@ -77,8 +80,20 @@ class Flow:
     def close(self) -> None:
         """End background work and free what it used."""
         self.io.close()
+        if self.remote is not None:
+            self.remote.close()
         if self._transit is not None:
             self._transit.close()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait for background work; False when *timeout* seconds were not enough."""
+        end = None if timeout is None else time.monotonic() + timeout
+        while True:  # what moves between tiers may have blocks written outside, and what comes from there moved on
+            for io in (self.io, self.remote.io) if self.remote is not None else (self.io,):
+                if not io.wait(None if end is None else max(end - time.monotonic(), 0)):
+                    return False
+            if self.remote is None or (self.io.is_idle and self.remote.io.is_idle):
+                return True
 
     @property
     def transit(self) -> Transit:
@@ -98,8 +113,13 @@ class Flow:
         """The tier below tier *number*."""
         return self.tiers[number + 1] if number + 1 < len(self.tiers) else None
 
-    def stored(self, number: int, tip: int) -> None:
-        """New blocks, up to the row *tip*, are in tier *number*; takes over one pin of *tip*."""
+    def stored(self, number: int, tip: int, blocks: int) -> None:
+        """*blocks* new blocks, up to the row *tip*, are in tier *number*; takes over one pin of *tip*.
+
+        0 blocks: they came from the remote level, which need not have them again.
+        """
+        if self.remote is not None:
+            self.remote.stored(number, tip, blocks)
         below = self.below(number)
         if below is not None and below.ingestion == Ingestion.ALL:
             self._send_down(number, tip)
@@ -109,6 +129,8 @@ class Flow:
 
     def used(self, number: int, rows: Rows) -> None:
         """A request has hit *rows*, the leading blocks of a chain, in tier *number*; it holds them."""
+        if self.remote is not None:
+            self.remote.used(number, rows)
         tier, below = self.tiers[number], self.below(number)
         if below is None or below.ingestion != Ingestion.HOT:
             return
@@ -155,7 +177,7 @@ class Flow:
                 part = slice(reservation.first, reservation.first + len(reservation.rows))
                 self._fill(source, chain, part, target, reservation.rows, event)
                 if event is Event.DEMOTED:
-                    self.stored(target_number, int(reservation.rows[-1]))
+                    self.stored(target_number, int(reservation.rows[-1]), len(reservation.rows))
                 else:
                     target.index.unpin(int(reservation.rows[-1]))
         finally:
@@ -218,7 +240,8 @@ class Flow:
 
     def _demote_if_full(self, number: int) -> None:
         index = self.tiers[number].index
-        full = self.below(number) is not None and index.used > self.settings.demote_at * index.capacity
+        goes_on = self.below(number) is not None or self._takes_leaving(number) is not None
+        full = goes_on and index.used > self.settings.demote_at * index.capacity
         if full and not self._demoting[number]:
             self._demoting[number] = True
             if self.io.submit(Lane.STORE, partial(self._demote, number)) is None:
@@ -228,22 +251,43 @@ class Flow:
         """Move the blocks that would leave first one tier down, until the tier is as empty as it should be."""
         self._demoting[number] = False
         tier = self.tiers[number]
-        lower = number + 1 if tier.swap_to is None else tier.swap_to
-        below = self.tiers[lower]
         surplus = tier.index.used - int(self.settings.demote_to * tier.index.capacity)
-        if surplus <= 0:
-            return
-        rows = tier.index.select_victims(surplus)
+        if surplus > 0:
+            self.move_out(number, surplus)
+
+    def move_out(self, number: int, count: int) -> int:
+        """Let up to *count* blocks leave tier *number* by policy once they are where they belong then.
+
+        Returns how many left; a level below that is out of order keeps them here, a remote one does not.
+        """
+        tier, outside = self.tiers[number], self._takes_leaving(number)
+        rows = tier.index.select_victims(count)
         try:
-            missing = rows[below.index.rows_of(tier.index.keys[rows]) < 0]
-            while len(missing):
-                tip = int(missing[tier.index.depth[missing].argmax()])
-                tier.index.pin(tip)
-                covered = tier.index.stored_chain(tip, self.roots).rows
-                self._copy_chain(number, tip, lower, Event.DEMOTED)
-                missing = missing[~np.isin(missing, covered) & (missing != tip)]
+            written = outside.writes.write_leaving(rows) if outside is not None else None
+            below = self._move_down(number, rows) if self.below(number) is not None else None
         except BaseException:  # the tier below is out of order: what it did not get stays here
             for row in rows.tolist():
                 tier.index.unpin(row)
             raise
-        tier.count_evicted(tier.index.remove_selected(rows), below)
+        kept = tier.index.keys[rows[written]] if written is not None else None
+        left = tier.index.remove_selected(rows)
+        tier.count_evicted(left, below, kept)
+        return len(left)
+
+    def _move_down(self, number: int, rows: Rows) -> Tier:
+        """Have what is missing of *rows* in the tier that they go to when they leave; returns that tier."""
+        tier = self.tiers[number]
+        lower = number + 1 if tier.swap_to is None else tier.swap_to
+        below = self.tiers[lower]
+        missing = rows[below.index.rows_of(tier.index.keys[rows]) < 0]
+        while len(missing):
+            tip = int(missing[tier.index.depth[missing].argmax()])
+            tier.index.pin(tip)
+            covered = tier.index.stored_chain(tip, self.roots).rows
+            self._copy_chain(number, tip, lower, Event.DEMOTED)
+            missing = missing[~np.isin(missing, covered) & (missing != tip)]
+        return below
+
+    def _takes_leaving(self, number: int) -> RemoteLevel | None:
+        """The remote level, if it takes what leaves tier *number*."""
+        return self.remote if self.remote is not None and self.remote.takes_leaving(number) else None

@@ -153,6 +153,11 @@ class Index(Tree):
         with self._lock:
             return self._doom(rows[self.state[rows] != FREE])
 
+    def keys_below(self, rows: Rows) -> Keys:
+        """Keys ``[n, 2]`` of *rows* and of all that is built on them."""
+        with self._lock:
+            return self.keys[self._below(rows)]
+
     def drop_unshared(self, rows: Rows, wipe: bool = False) -> int:
         """Drop those of *rows* that nothing outside of them is built on; returns how many could be found.
 
@@ -230,6 +235,12 @@ class Index(Tree):
         with self._lock:
             dropped = self.state[rows] != READY
             return int(dropped.argmax()) if dropped.any() else len(rows)
+
+    def dropped(self, rows: Rows) -> npt.NDArray[np.bool_]:
+        """Which of *rows*, which the caller holds, were dropped."""
+        with self._lock:
+            dropped: npt.NDArray[np.bool_] = self.state[rows] != READY
+            return dropped
 
     def select_victims(self, count: int) -> Rows:
         """Pin the *count* rows, or more, that the policy would move down first; :meth:`remove_selected` ends that."""

@@ -15,6 +15,7 @@ class Roots:
         self._lock = threading.Lock()
         self._numbers: dict[bytes, int] = {}
         self._origins: dict[int, tuple[bytes, bytes]] = {}
+        self._known: dict[bytes, None] = {}
 
     def number(self, root_key: bytes, identity_digest: bytes, *, known: bool = False) -> int:
         """The number of a root; -1 means "no parent" and is nobody's.
@@ -23,9 +24,16 @@ class Roots:
         """
         with self._lock:
             number = self._numbers.setdefault(root_key, -2 - len(self._numbers))
+            if known:
+                self._known[identity_digest] = None
             if known or number not in self._origins:
                 self._origins[number] = root_key, identity_digest
             return number
+
+    def identities(self) -> list[bytes]:
+        """Digests of the identities of registered models."""
+        with self._lock:
+            return list(self._known)
 
     def origin(self, number: int) -> tuple[bytes, bytes]:
         """Root key and identity digest behind a number."""

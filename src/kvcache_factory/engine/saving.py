@@ -87,7 +87,7 @@ class Saving:
             tier.count(Event.STORED, tier.index.commit(rows, hint))
             if request_id is not None:
                 self.leases.extend(request_id, tier, tip)
-            self.flow.stored(0, tip)
+            self.flow.stored(0, tip, len(rows))
         if len(rest):
             tier.abort(rest)
             tier.count(Event.NOT_STORED, len(rest), "copy_failed")

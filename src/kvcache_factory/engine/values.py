@@ -27,6 +27,21 @@ class Chain(Protocol):
     def memo(self) -> dict[int, Any]: ...
 
 
+class StoredRecords(Protocol):
+    """What names blocks outside: their keys and records, and whose they are."""
+
+    @property
+    def num_blocks(self) -> int: ...
+    @property
+    def identity_digest(self) -> bytes: ...
+    @property
+    def keys(self) -> Keys: ...
+    @property
+    def token_blocks(self) -> npt.NDArray[np.uint32]: ...
+    @property
+    def extras(self) -> Keys: ...
+
+
 class StoredChain(msgspec.Struct, frozen=True):
     """A chain as another tier holds it: its keys and records, and the *rows* and root it has there."""
 

@@ -73,6 +73,10 @@ class LoadDecision:
         self._declined += 1
         return self._declined % EXPLORE_EVERY == 0
 
+    def patience_s(self, tokens: int) -> float:
+        """Seconds after which it would have been quicker to compute *tokens* tokens."""
+        return self.prefill.seconds(tokens) if self.mode == "auto" else float("inf")
+
     def begun(self, tokens: int) -> None:
         """*tokens* tokens are on their way."""
         self._waiting_bytes += tokens * self._bytes_per_token

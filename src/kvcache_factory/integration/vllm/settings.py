@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from ...backend import Backend, CPUBackend, DiskBackend, GPUBackend, HierarchicalBackend, levels_of
+from ...backend import Backend, CPUBackend, DiskBackend, GPUBackend, HierarchicalBackend, Level, levels_of
 from ...config import ManagerConfig, PolicyConfig
 from ...errors import ConfigError
 
@@ -71,7 +71,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         """The manager to make; *shared*: its memory must be reachable from other processes."""
         if self.manager is not None:
             return msgspec.structs.replace(self.manager, backend=_reachable(self.manager.backend, shared))
-        levels: list[CPUBackend | GPUBackend | DiskBackend] = [CPUBackend(size_gb=self.memory_gb, shared=shared)]
+        levels: list[Level] = [CPUBackend(size_gb=self.memory_gb, shared=shared)]
         if self.disk_path:
             segment = max(min(256, int(self.disk_gb * 1024) // 4), 1)
             levels.append(DiskBackend(self.disk_path, size_gb=self.disk_gb, segment_mb=segment))
