@@ -5,9 +5,9 @@ In the engine's path nothing raises: whatever fails is counted, logged once in a
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -22,7 +22,9 @@ from .engine.inside import HERE
 from .engine.io import Ticket
 from .engine.ledger import MANAGER, Event, Ledger
 from .errors import ConfigError, LayoutError
+from .memory.agreement import Agreement
 from .memory.region import BlockPositions, Region
+from .observe.log import LimitedLog
 from .observe.record import Recorder
 from .policy.base import Importance, RequestHint, ReuseHint
 from .session import Session, SessionBook, current_session
@@ -30,8 +32,6 @@ from .session import Session, SessionBook, current_session
 if TYPE_CHECKING:
     from .config import ManagerConfig
 
-_log = logging.getLogger("kvcache_factory")
-LOG_EVERY_S = 60.0
 MAX_WAIT_S = 2.0
 """Longest time that a look-up waits for a remote level."""
 
@@ -48,11 +48,19 @@ class Context:
         self.sessions = sessions
         self.number = number
         self.recorder: Recorder | None = None
+        self.agreement: Agreement | None = None
+        """What keeps the ranks of a tensor-parallel engine together."""
+        self.bypassed = False
         self.scorer: Importance | None = None
         """What tells how important blocks are, where the policy has such a hook."""
-        self._logged: dict[str, float] = {}
+        self.log = LimitedLog(config.name)
         self._lock = threading.RLock()  # a destructor may fail inside
         self._later: deque[Callable[[], object]] = deque()
+
+    @property
+    def serving(self) -> bool:
+        """Whether requests are served: tiers are open, and the cache is not bypassed."""
+        return self.chain.is_open and not self.bypassed
 
     def begin_recording(self, block_tokens: int) -> None:
         """Record requests from now on, if the configuration says so; the file is opened with the first."""
@@ -76,6 +84,11 @@ class Context:
         self.catch_up()
 
     @property
+    def why_not(self) -> str:
+        """The reason of a match that finds nothing before anything was looked up, or fails."""
+        return "bypassed" if self.bypassed else "error" if self.chain.is_open else "closed"
+
+    @property
     def late(self) -> bool:
         """Whether something waits for :meth:`catch_up`."""
         return bool(self._later)
@@ -94,12 +107,8 @@ class Context:
         """Count a failure of *verb*, and log it unless its like was logged within a minute."""
         kind = f"{verb}:{type(error).__name__}"
         self.ledger.add(MANAGER, Event.ERROR, reason=kind)
-        now = time.monotonic()
-        with self._lock:
-            if now - self._logged.get(kind, -LOG_EVERY_S) < LOG_EVERY_S:
-                return
-            self._logged[kind] = now
-        _log.warning("manager %r: %s failed and is answered as a miss: %s: %s", self.config.name, verb, kind, error)
+        text = f"{verb} failed and is answered as a miss: {kind}: {error}"
+        self.log.warning(kind, text, verb=verb, error=type(error).__name__)
 
 
 class Guard:
@@ -123,7 +132,7 @@ class Guard:
             context.failed(self._verb, error)
         HERE.depth -= 1
         if context.config.enable_metrics:
-            context.ledger.time(self._verb, time.perf_counter() - self._begun)
+            context.ledger.observe(MANAGER, self._verb, time.perf_counter() - self._begun)
         if self._catch_up and context.late:
             context.catch_up()
         return swallowed
@@ -141,6 +150,8 @@ class KeySpace:
         self.identity = identity
         self._context = context
         self.root = root
+        context.chain.roots.hold(root)
+        weakref.finalize(self, context.chain.roots.let_go, root).atexit = False
 
     @property
     def block_tokens(self) -> int:
@@ -157,14 +168,15 @@ class KeySpace:
         """Leading blocks that are stored, by key alone: no verification, no lease, nothing counted."""
         found = 0
         with self._context.guarded("peek"):
-            found = self._context.chain.peek(chain)
+            if self._context.serving:
+                found = self._context.chain.peek(chain)
         return found
 
     def held_in_memory(self, chain: KeyChain) -> int:
         """Leading blocks that the first tier holds, by key alone."""
         found = 0
         with self._context.guarded("peek"):
-            if self._context.chain.is_open:
+            if self._context.serving:
                 found = self._context.chain.tiers[0].index.peek(chain)
         return found
 
@@ -185,19 +197,31 @@ class KeySpace:
         limit = chain.num_blocks
         if max_tokens is not None:
             limit = min(limit, max(max_tokens, 0) // self.block_tokens)
-        match = Match(request_id, reason="error" if context.chain.is_open else "closed")
+        match = Match(request_id, reason=context.why_not)
         with context.guarded("match"):
-            owner = session if session is not None else current_session(context.number)
-            hint = RequestHint(reuse=reuse_hint, total_blocks=chain.num_blocks, session=owner or "")
-            if context.chain.is_open:
+            hint = self._hint(session, reuse_hint, total_blocks=chain.num_blocks)
+            if context.serving:
                 self._require(chain)
                 match = context.chain.finding.match(chain, self.root, request_id, limit, Fidelity.EXACT, hint)
+            elif context.bypassed and limit:
+                context.ledger.add(MANAGER, Event.ASKED, limit)
+                context.ledger.add(MANAGER, Event.MISS, limit, reason="bypassed")
+        if context.agreement is not None:
+            match = self._agreed(context.agreement, match)
         self._charge(session, chain, match.blocks, used=True)
         if context.recorder is not None:
             with context.guarded("record"):
                 owner = session if session is not None else current_session(context.number)
-                context.recorder.asked(request_id, chain.keys, chain.num_tokens, owner, reuse_hint)
+                said = self._hint(session, reuse_hint).reuse
+                context.recorder.asked(request_id, chain.keys, chain.num_tokens, owner, said)
         return match
+
+    def _agreed(self, agreement: Agreement, match: Match) -> Match:
+        """What every rank has of it; asked for every request, found or not, since all ranks must ask equally often."""
+        least = 0
+        with self._context.guarded("agree"):
+            least = agreement.least(match.blocks)
+        return match.shortened(least, "not_on_every_rank")
 
     def load(self, match: Match, region: Region, positions: BlockPositions) -> int:
         """Copy the blocks of *match*, from number 0 on, to *positions* of *region*.
@@ -236,14 +260,13 @@ class KeySpace:
         stored = 0
         with self._context.guarded("save"):
             count = min(len(positions), chain.num_blocks - first)
-            if self._context.chain.is_open and count > 0:
+            if self._context.serving and count > 0:
                 self._require(chain, region)
-                owner = session if session is not None else current_session(self._context.number)
-                hint = RequestHint(
-                    reuse=reuse_hint,
+                hint = self._hint(
+                    session,
+                    reuse_hint,
                     total_blocks=chain.num_blocks,
                     first_block=first,
-                    session=owner or "",
                     output_tokens=output_tokens,
                     importance=self._importance(chain, importance, text),
                 )
@@ -275,22 +298,39 @@ class KeySpace:
         plan = None
         with self._context.guarded("save"):
             count = min(count, chain.num_blocks - first)
-            if self._context.chain.is_open and count > 0:
+            if self._context.serving and count > 0:
                 self._require(chain)
-                hint = RequestHint(reuse=reuse_hint, total_blocks=chain.num_blocks, first_block=first)
+                hint = self._hint(session, reuse_hint, total_blocks=chain.num_blocks, first_block=first)
                 plan = self._context.chain.saving.plan_save(chain, self.root, first, count, tag, Fidelity.EXACT, hint)
                 self._charge(session, chain, first + count)
         return plan if plan is not None and len(plan.rows) else None
 
-    def finish_save(self, plan: SavePlan, filled: int, *, reuse_hint: ReuseHint = "unknown") -> None:
+    def finish_save(
+        self, plan: SavePlan, filled: int, *, session: str | None = None, reuse_hint: ReuseHint = "unknown"
+    ) -> None:
         """End a plan: its leading *filled* rows hold their blocks, the others are given back."""
         with self._context.guarded("save"):
             if self._context.chain.is_open:
-                self._context.chain.saving.finish_save(plan, filled, RequestHint(reuse=reuse_hint))
+                self._context.chain.saving.finish_save(plan, filled, self._hint(session, reuse_hint))
 
     def holds(self, match: Match) -> bool:
         """Whether the lease of *match* is still there."""
         return self._context.chain.leases.holds(match.request_id, match.lease)
+
+    def serve(self, match: Match, blocks: int, *, declined: bool = False) -> None:
+        """For engines that load by :meth:`plan_load`: the leading *blocks* of *match* are not computed again.
+
+        *declined*: the others are, because that was judged faster.
+        """
+        lease = self._context.chain.leases.find(match.request_id, match.lease)
+        if lease is not None:
+            lease.usage.served = blocks
+            lease.usage.chosen = match.blocks - blocks if declined else 0
+
+    def first_token(self, seconds: float) -> None:
+        """A request got its first token so many *seconds* after it had come: counted if durations are measured."""
+        if self._context.ledger.timed:
+            self._context.ledger.observe(MANAGER, "first_token", seconds)
 
     def plan_load(self, match: Match, count: int) -> LoadPlan:
         """Slots of the first tier with the leading blocks of *match*, at most *count*; they stay while it is leased."""
@@ -322,7 +362,7 @@ class KeySpace:
         """
         ticket = None
         with self._context.guarded("prefetch"):
-            if self._context.chain.is_open:
+            if self._context.serving:
                 ticket = self._context.chain.finding.prefetch(chain, self.root, wait_s)
         return ticket
 
@@ -350,6 +390,14 @@ class KeySpace:
     def drop(self, chain: KeyChain, first: int = 0) -> int:
         """Drop the blocks of *chain* from number *first* on, and all that was built on them; returns how many."""
         return self._context.chain.drop(chain, first) if self._context.chain.is_open else 0
+
+    def _hint(self, session: str | None, reuse: ReuseHint, **known: Any) -> RequestHint:
+        """What is known of a request; what it does not say about its session's return, the session may."""
+        owner = session if session is not None else current_session(self._context.number)
+        if reuse == "unknown" and owner:
+            found = self._context.sessions.find(owner)
+            reuse = found.reuse_hint if found is not None else reuse
+        return RequestHint(reuse=reuse, session=owner or "", **known)
 
     def _importance(self, chain: KeyChain, given: Any, text: str | None) -> Any:
         scorer = self._context.scorer

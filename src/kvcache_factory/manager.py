@@ -8,7 +8,7 @@ import logging
 import os
 import weakref
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from .backend import Backend, CPUBackend
 from .block.identity import Identity
@@ -19,16 +19,22 @@ from .config import Integrity, ManagerConfig, PolicyConfig, dump_config, parse_c
 from .engine.chain import TierChain
 from .engine.index import Index
 from .engine.inside import INSIDE
-from .engine.ledger import MANAGER, Event, Ledger
+from .engine.ledger import Ledger
 from .errors import ConfigError, UnknownSessionError
 from .jit import warm_up_in_background
 from .keyspace import Context, KeySpace
+from .memory.agreement import Agreement
+from .observe.port import join_port
+from .observe.state import state_of
 from .policy.base import EvictionPolicy
 from .policy.compression import CompressionPolicy
 from .policy.order import LRUEvictionPolicy
 from .registry import make_policy
 from .session import History, Session, SessionBook, SessionScope, current_history, current_session
 from .store.base import SlotMemory
+
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
 
 _NUMBERS = itertools.count(1)
 _log = logging.getLogger("kvcache_factory")
@@ -57,7 +63,12 @@ class CacheManager:
     compression_policy:
         Kept as a description only: this version stores blocks as they are, and says so in the log.
     enable_metrics:
-        Measure the time of each operation; counts are always kept.  See :meth:`state`.
+        Measure the time of each operation; counts are always kept.  See :meth:`state` and :attr:`registry`.
+    metrics_port:
+        Port on which ``/metrics`` is served, and the page where the extra ``server`` is installed.  Managers of one
+        process share it.  0: any that is free, see :attr:`metrics_address`; None: none is opened.
+    metrics_host:
+        Address that it is opened on; ``"0.0.0.0"`` lets other machines read it.
     name:
         Name in logs and figures.
     integrity:
@@ -71,6 +82,10 @@ class CacheManager:
     record:
         File to which each request is appended, for ``kvcache-factory replay``: no tokens, and keys under a salt that is
         not kept.
+    process_group:
+        A ``torch.distributed`` process group of tensor-parallel ranks with a manager each: what a match finds is what
+        every rank has, by one collective for each match.  All ranks must match the same requests in the same order.
+        No part of the configuration.
     """
 
     def __init__(
@@ -79,13 +94,16 @@ class CacheManager:
         eviction_policy: EvictionPolicy | None = None,
         compression_policy: CompressionPolicy | None = None,
         enable_metrics: bool = False,
+        metrics_port: int | None = None,
         *,
+        metrics_host: str = "127.0.0.1",
         name: str = "default",
         integrity: Integrity = "off",
         key_builder: str = "ROLLING_HASH",
         lease_max_age_s: float = 600.0,
         io_threads: int = 0,
         record: str | os.PathLike[str] | None = None,
+        process_group: Any = None,
     ) -> None:
         backend = backend if backend is not None else CPUBackend()
         policy = eviction_policy if eviction_policy is not None else LRUEvictionPolicy()
@@ -105,6 +123,8 @@ class CacheManager:
             eviction_policy=PolicyConfig(policy.name, policy.options()),
             compression_policy=compression_policy,
             enable_metrics=enable_metrics,
+            metrics_port=metrics_port,
+            metrics_host=metrics_host,
             name=name,
             integrity=integrity,
             key_builder=key_builder,
@@ -114,15 +134,18 @@ class CacheManager:
         )
         self._number = next(_NUMBERS)
         self._sessions = SessionBook()
-        self._ledger = Ledger()
+        self._ledger = Ledger(timed=enable_metrics)
         # The chain outlives this object only until its threads have ended, so it must not refer back to it.
         failures = _Failures()
         self._chain = build_chain(self.config, policy, self._ledger, failures)
         self._context = Context(self.config, self._chain, self._ledger, self._sessions, self._number)
         self._context.scorer = policy.scorer
+        self._context.agreement = Agreement(process_group) if process_group is not None else None
         failures.context = self._context
         self._finalizer = weakref.finalize(self, _close, self._chain, self._context)
         self._remotes: list[Remote] = []
+        self._registry: CollectorRegistry | None = None
+        self._port = join_port(self, metrics_host, metrics_port) if metrics_port is not None else None
         _LIVE.add(self)
 
     # -- configuration ------------------------------------------------------------------------------------------------
@@ -140,6 +163,8 @@ class CacheManager:
             eviction_policy=make_policy(config.eviction_policy.name, **config.eviction_policy.options),
             compression_policy=config.compression_policy,
             enable_metrics=config.enable_metrics,
+            metrics_port=config.metrics_port,
+            metrics_host=config.metrics_host,
             name=config.name,
             integrity=config.integrity,
             key_builder=config.key_builder,
@@ -169,6 +194,7 @@ class CacheManager:
         with self._context.guarded("note"):
             leave_notes(self.config.backend, identity)
         warm_up_in_background()
+        self._chain.finding.forget_idle_roots()
         # Roots are negative, so that they cannot be taken for rows; -1 means "no parent" and is nobody's.
         root = self._chain.roots.number(root_key(identity, self.config.key_builder), identity.digest, known=True)
         return KeySpace(self._context, spec, identity, root, owner=self)
@@ -239,12 +265,31 @@ class CacheManager:
         for remote in self._remotes:
             remote.call("destroy_session", session_id, purge)
 
+    def dismiss_session(self, session_id: str) -> bool:
+        """Stop accounting for a session; its blocks stay, charged to nobody.  False when there is none."""
+        return self._sessions.dismiss(session_id)
+
     # -- running it ---------------------------------------------------------------------------------------------------
 
-    def evict(self, blocks: int) -> int:
-        """Let up to *blocks* blocks leave the first tier by policy; returns how many did."""
+    def evict(self, blocks: int, tier: str | None = None) -> int:
+        """Let up to *blocks* blocks leave a tier, the first unless named, by policy; returns how many did.
+
+        ConfigError when there is no such tier.
+        """
+        number = self._chain.number_of(tier) if tier is not None else 0
         with INSIDE:
-            return self._chain.evict(blocks) if self._chain.is_open else 0
+            evicted = self._chain.evict(blocks, number) if self._chain.is_open else 0
+        return evicted + sum(remote.call("evict", blocks, tier) or 0 for remote in self._remotes)
+
+    def drop_tier(self, tier: str) -> int:
+        """Drop every block of a tier, by its name in :meth:`state`; returns how many.  Copies in other tiers stay.
+
+        ConfigError when there is no such tier.
+        """
+        number = self._chain.number_of(tier)
+        with INSIDE:
+            dropped = self._chain.drop_tier(number) if self._chain.is_open else 0
+        return dropped + sum(remote.call("drop_tier", tier) or 0 for remote in self._remotes)
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait for background copies; False when *timeout* seconds were not enough."""
@@ -275,27 +320,48 @@ class CacheManager:
     def state(self) -> dict[str, Any]:
         """What is held and what has happened, as plain data."""
         self._context.catch_up()
-        asked, hit = (self._ledger.total(event, MANAGER).blocks for event in (Event.ASKED, Event.HIT))
         return {
-            "name": self.config.name,
-            "open": self._chain.is_open,
-            "compression": "none",
-            "tiers": [tier.state() for tier in self._chain.tiers],
-            "remote": self._chain.remote.state() if self._chain.remote is not None else None,
-            "leases": len(self._chain.leases),
-            "sessions": self._sessions.rows(),
-            "hit_rate_blocks": hit / asked if asked else 0.0,
-            "events": self._ledger.rows(),
-            "seconds": self._ledger.seconds(),
+            **state_of(self.config, self._chain, self._ledger, self._sessions),
+            "bypassed": self._context.bypassed,
             "engines": [remote.call("state") for remote in self._remotes],
         }
+
+    @property
+    def ledger(self) -> Ledger:
+        """Where everything is counted."""
+        return self._ledger
+
+    @property
+    def registry(self) -> CollectorRegistry:
+        """A registry of prometheus_client with this manager's metrics only, for a server that you have already."""
+        if self._registry is None:
+            from .observe.metrics import registry_of
+
+            self._registry = registry_of(self)
+        return self._registry
+
+    @property
+    def metrics_address(self) -> tuple[str, int] | None:
+        """Host and port on which metrics are served; None where no port was asked for."""
+        return self._port.address if self._port is not None else None
 
     def follow(self, remote: Remote) -> None:
         """Make this manager a client of one in another process: sessions that end here end there, too."""
         self._remotes.append(remote)
 
+    def bypass(self, on: bool = True) -> None:
+        """Make the cache vanish without touching the engine, or come back: what it holds stays, nothing is served.
+
+        Requests that were promised blocks before still get them.
+        """
+        self._context.bypassed = bool(on)
+        for remote in self._remotes:
+            remote.call("bypass", bool(on))
+
     def close(self) -> None:
-        """Stop intake, finish background work, free all memory; idempotent."""
+        """Stop intake, finish background work, free all memory, leave the port; idempotent."""
+        if self._port is not None:
+            self._port.leave(self)
         self._finalizer()
 
     def __enter__(self) -> CacheManager:

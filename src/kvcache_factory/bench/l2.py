@@ -20,8 +20,8 @@ from ..block.identity import Identity
 from ..block.key import KeyChain
 from ..block.plan import ChainView
 from ..block.spec import BlockSpec, KVDtype
-from ..connector.base import Connector, ConnectorConfig
-from ..connector.names import check_name, create_connector
+from ..connector.base import Connector, ConnectorConfig, OptionsConnector, options_from_text
+from ..connector.names import connector_class, create_connector
 from ..engine.finding import view_of
 from ..engine.images import Image, prove, seal
 from ..engine.values import StoredChain
@@ -107,8 +107,7 @@ def run_l2(
     quick: bool = False,
 ) -> list[dict[str, Any]]:
     """Rows of the table; *option*: ``name=value`` for the connector.  Raises ConfigError and StoreError."""
-    check_name(connector)
-    options = _options(option)
+    options = _options(connector, option)
     rounds, total = (1, 32 << 20) if quick else (5, 256 << 20)
     rows: list[dict[str, Any]] = []
     for number, size in enumerate(_LAYERS):
@@ -153,11 +152,13 @@ def _row(connector: str, op: str, bed: Bed, found: list[tuple[float, float]], ha
     }
 
 
-def _options(given: Sequence[str]) -> dict[str, Any]:
+def _options(connector: str, given: Sequence[str]) -> dict[str, Any]:
     pairs = [text.partition("=") for text in given]
     if not all(name and equals for name, equals, _ in pairs):
         raise ConfigError("give each option of the connector as name=value")
-    return {name: value for name, _, value in pairs}
+    texts = {name: value for name, _, value in pairs}
+    cls = connector_class(connector)
+    return options_from_text(cls.Options, texts) if issubclass(cls, OptionsConnector) else texts
 
 
 def _stored_chain(view: ChainView) -> StoredChain:

@@ -12,9 +12,10 @@ from ..policy.base import NO_HINT, RequestHint
 from .flow import Flow
 from .io import Joint, Lane, Ticket
 from .lasting import LastingTier
-from .lease import LeaseBook
+from .lease import LeaseBook, Usage
 from .ledger import MANAGER, Event, Ledger
 from .prefetch import Prefetch
+from .seen import Seen
 from .tier import Tier
 
 
@@ -26,6 +27,8 @@ class Finding:
         self.flow = flow
         self.leases = leases
         self.ledger = ledger
+        self.seen: Seen | None = None
+        """Keys that were computed before; there once the tiers are open."""
         self._prefetches = itertools.count()
 
     def match(
@@ -59,12 +62,17 @@ class Finding:
             self.ledger.add(MANAGER, Event.HIT, covered)
         if counted and covered < limit:
             self.ledger.add(MANAGER, Event.MISS, limit - covered, reason=reason)
-        lease = self.leases.open(request_id, pins)
+        lease = self.leases.open(request_id, pins, self._usage(chain, limit, covered) if counted else None)
         self.flow.settle()
         tokens = covered * chain.identity.block_tokens
         stored = any(self.tiers[segment.tier].store.memory is None for segment in segments)
         view = view_of(chain, covered) if stored else None
         return Match(request_id, covered, tokens, tuple(segments), reason, lease, root, view)
+
+    def _usage(self, chain: KeyChain, limit: int, covered: int) -> Usage:
+        """Of a request's *limit* blocks, *covered* were found; the others count as history where they were seen."""
+        missed = chain.keys[covered:limit]
+        return Usage(covered + (self.seen.leading(missed) if self.seen is not None and len(missed) else 0), covered)
 
     def refresh_if_stale(self) -> Ticket | None:
         """Begin to learn what other processes have stored, where the last look is old; None when there is no need."""
@@ -75,7 +83,20 @@ class Finding:
             ticket = self.flow.io.submit(Lane.LOAD, tier.refresh)
             if ticket is None:
                 tier.refreshing = False
+            self.forget_idle_roots()
         return ticket
+
+    def forget_idle_roots(self) -> None:
+        """Where roots have become many, forget those that no model and no block stands on."""
+        roots = self.flow.roots
+        if roots.crowded:
+            asked, used = roots.asked, set[int]()
+            for tier in (
+                *self.tiers,
+                *self.tiers[:-1],
+            ):  # a block on its way up leaves the lower tier after it has come
+                used |= tier.index.roots()
+            roots.forget(used, asked)
 
     def _match_tiers(
         self,

@@ -12,6 +12,7 @@ import numpy as np
 from ..block.spec import BlockSpec
 from ..errors import StoreError
 from ..memory.move import copy_slots
+from ..policy.base import NO_HINT, RequestHint
 from .fetch import Fetcher
 from .images import seal
 from .io import IOPool, Lane, Ticket
@@ -19,10 +20,10 @@ from .lasting import LastingTier
 from .ledger import Event
 from .remote import RemoteLevel
 from .roots import Roots
-from .table import Rows
+from .table import Keys, Rows
 from .tier import Ingestion, Tier
 from .transit import Transit
-from .values import StoredChain
+from .values import NOT_ADMITTED, StoredChain
 
 
 class FlowSettings(msgspec.Struct, frozen=True):
@@ -67,6 +68,7 @@ class Flow:
         self.roots = roots
         self._demoting = [False] * len(tiers)
         self._transit: Transit | None = None
+        self._passing: Transit | None = None
         self._fetchers: dict[int, Fetcher] = {}
         self.remote: RemoteLevel | None = None
         self.io = io or IOPool(settings.io_threads, settings.max_pending_jobs, on_error)
@@ -75,15 +77,16 @@ class Flow:
 
     def open(self, spec: BlockSpec) -> None:
         """Prepare for blocks of *spec*."""
-        self._transit = Transit(spec)
+        self._transit, self._passing = Transit(spec), Transit(spec)
 
     def close(self) -> None:
         """End background work and free what it used."""
         self.io.close()
         if self.remote is not None:
             self.remote.close()
-        if self._transit is not None:
-            self._transit.close()
+        for pool in (self._transit, self._passing):
+            if pool is not None:
+                pool.close()
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait for background work; False when *timeout* seconds were not enough."""
@@ -101,6 +104,12 @@ class Flow:
         assert self._transit is not None, "not open"
         return self._transit
 
+    @property
+    def passing(self) -> Transit:
+        """Slots for blocks that wait for a job; those of :attr:`transit` are waited for, so they must not wait."""
+        assert self._passing is not None, "not open"
+        return self._passing
+
     def fetcher(self, number: int) -> Fetcher:
         """What reads blocks of tier *number*, whose store is not memory, into the memory tier above it."""
         if number not in self._fetchers:
@@ -109,11 +118,20 @@ class Flow:
             self._fetchers.setdefault(number, made)
         return self._fetchers[number]
 
+    def known_fetcher(self, number: int) -> Fetcher | None:
+        """What reads blocks of tier *number*, if it was needed so far."""
+        return self._fetchers.get(number)
+
+    @property
+    def abandoned_reads(self) -> int:
+        """Blocks whose reads nobody waits for any more, but which have not ended."""
+        return sum(fetcher.abandoned for fetcher in list(self._fetchers.values()))
+
     def below(self, number: int) -> Tier | None:
         """The tier below tier *number*."""
         return self.tiers[number + 1] if number + 1 < len(self.tiers) else None
 
-    def stored(self, number: int, tip: int, blocks: int) -> None:
+    def stored(self, number: int, tip: int, blocks: int, hint: RequestHint = NO_HINT) -> None:
         """*blocks* new blocks, up to the row *tip*, are in tier *number*; takes over one pin of *tip*.
 
         0 blocks: they came from the remote level, which need not have them again.
@@ -122,7 +140,7 @@ class Flow:
             self.remote.stored(number, tip, blocks)
         below = self.below(number)
         if below is not None and below.ingestion == Ingestion.ALL:
-            self._send_down(number, tip)
+            self._send_down(number, tip, hint)
         else:
             self.tiers[number].index.unpin(tip)
         self._demote_if_full(number)
@@ -148,9 +166,9 @@ class Flow:
             if tier.is_open and tier.index.in_limbo:
                 self.io.submit(Lane.STORE, tier.settle)
 
-    def _send_down(self, number: int, tip: int) -> None:
+    def _send_down(self, number: int, tip: int, hint: RequestHint = NO_HINT) -> None:
         """Copy the chain that ends in *tip* one tier down, in the background; takes over one pin of *tip*."""
-        job = partial(self._copy_chain, number, tip, number + 1, Event.DEMOTED)
+        job = partial(self._copy_chain, number, tip, number + 1, Event.DEMOTED, hint)
         if self.io.submit(Lane.STORE, job) is None:
             self.tiers[number].index.unpin(tip)
             self.tiers[number + 1].count(Event.NOT_STORED, 1, "queue_full")
@@ -166,30 +184,78 @@ class Flow:
             tier.index.unpin(tip)
         return ticket
 
-    def _copy_chain(self, source_number: int, tip: int, target_number: int, event: Event) -> None:
-        """Make the chain that ends in the pinned row *tip* present in another tier, then unpin it."""
+    def copy_down(self, number: int, key: Keys, target_number: int) -> None:
+        """Make the chain that ends in the block of *key* ``[1, 2]`` in tier *number*, if it is there, present in
+        another."""
+        tip = self.tiers[number].index.hold(key)
+        if tip >= 0:
+            self._copy_chain(number, tip, target_number, Event.DEMOTED)
+
+    def _copy_chain(
+        self, source_number: int, tip: int, target_number: int, event: Event, hint: RequestHint = NO_HINT
+    ) -> None:
+        """Make the chain that ends in the pinned row *tip* present in another tier, then unpin it.
+
+        What a tier does not admit on its way down goes on to the next.
+        """
         source, target = self.tiers[source_number], self.tiers[target_number]
         try:
             chain = source.index.stored_chain(tip, self.roots)
-            reservation = target.reserve(chain, chain.root, 0, chain.num_blocks, chain.fidelity, chain.layout)
+            reservation = target.reserve(chain, chain.root, 0, chain.num_blocks, chain.fidelity, chain.layout, hint)
             target.count_left(reservation, self.below(target_number))
             if len(reservation.rows):
                 part = slice(reservation.first, reservation.first + len(reservation.rows))
-                self._fill(source, chain, part, target, reservation.rows, event)
+                with target.timing("demote" if event is Event.DEMOTED else "promote"):
+                    self._fill(source, chain, part, target, reservation.rows, event, hint)
                 if event is Event.DEMOTED:
-                    self.stored(target_number, int(reservation.rows[-1]), len(reservation.rows))
+                    self.stored(target_number, int(reservation.rows[-1]), len(reservation.rows), hint)
                 else:
                     target.index.unpin(int(reservation.rows[-1]))
+            further = target_number + 1
+            if reservation.reason == NOT_ADMITTED and event is Event.DEMOTED and further < len(self.tiers):
+                source.index.pin(tip)
+                self._copy_chain(source_number, tip, further, event, hint)
         finally:
             source.index.unpin(tip)
             source.settle()
             target.settle()
 
-    def _fill(self, source: Tier, chain: StoredChain, part: slice, target: Tier, rows: Rows, event: Event) -> None:
+    def _fill(
+        self,
+        source: Tier,
+        chain: StoredChain,
+        part: slice,
+        target: Tier,
+        rows: Rows,
+        event: Event,
+        hint: RequestHint,
+    ) -> None:
         """Copy blocks into reserved *rows* of another tier, commit what was copied, and pin the last of *rows*."""
+        source_rows = chain.rows[part]
+
+        def write() -> int:
+            target.index.checksum[rows] = source.index.checksum[source_rows]
+            return self._write(source, chain, part, target, rows)
+
+        written = self.place(target, rows, write, event, hint)
+        copied = source_rows[:written]
+        gone = source.index.gone(copied)
+        if gone < written:  # dropped meanwhile: whoever dropped it could not see the copy yet
+            target.index.wipe[rows[gone:written]] = source.index.wipe[copied[gone:]]
+            target.drop(rows[gone : gone + 1], "dropped_above")
+
+    def place(
+        self,
+        target: Tier,
+        rows: Rows,
+        write: Callable[[], int],
+        event: Event | None = None,
+        hint: RequestHint = NO_HINT,
+    ) -> int:
+        """Have *write* fill reserved *rows*, commit as many leading ones as it says, and pin the last of *rows*."""
         written, failed, reason = 0, True, "copy_failed"
         try:
-            written = self._write(source, chain, part, target, rows)
+            written = write()
             failed = False
         except StoreError as error:
             reason = error.reason
@@ -197,21 +263,17 @@ class Flow:
             if failed:
                 raise
         finally:
-            copied = chain.rows[part][:written]
-            target.index.checksum[rows[:written]] = source.index.checksum[copied]
             target.index.pin(int(rows[-1]))
-            committed = target.index.commit(rows[:written])
+            committed = target.index.commit(rows[:written], hint)
             target.abort(rows[written:])
             target.count(Event.STORED, committed)
-            target.count(event, committed)
+            if event is not None:
+                target.count(event, committed)
             target.count(Event.NOT_STORED, len(rows) - written, reason)
             if failed:
                 target.index.unpin(int(rows[-1]))
             target.settle()
-        gone = source.index.gone(copied)
-        if gone < written:  # dropped meanwhile: whoever dropped it could not see the copy yet
-            target.index.wipe[rows[gone:written]] = source.index.wipe[copied[gone:]]
-            target.drop(rows[gone : gone + 1], "dropped_above")
+        return written
 
     def _write(self, source: Tier, chain: StoredChain, part: slice, target: Tier, rows: Rows) -> int:
         """Write the blocks *part* of *chain* to *rows* of the target; returns how many leading ones were."""

@@ -5,16 +5,32 @@ metric or a test can rely on these identities:
 
     asked.blocks = hit.blocks + miss.blocks                                         per tier, and for the manager
     stored.bytes + found.bytes = held bytes + evicted.bytes + dropped.bytes         per tier
+    reusable.blocks = served.blocks + recomputed.blocks                             for the manager
+
+Each thread counts in a shard of its own, so that counting takes no lock and no thread waits for another; a reader adds
+the shards up.
 """
 
 from __future__ import annotations
 
 import threading
+import time
+import weakref
+from bisect import bisect_left
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from enum import StrEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 MANAGER = "manager"
 """The name under which events are counted that belong to no tier."""
+
+BOUNDS_S = (
+    *(base * 10**power for power in range(-5, 1) for base in (1, 2.5, 5)),
+    10.0,
+    30.0,
+)
+"""Upper bounds in seconds of the buckets of a histogram, from 10 µs to 30 s; what takes longer is in one more."""
 
 
 class Event(StrEnum):
@@ -23,6 +39,13 @@ class Event(StrEnum):
     ASKED = "asked"
     HIT = "hit"
     MISS = "miss"
+    REUSABLE = "reusable"
+    """History of a request that has ended: blocks from its first on that had been seen before."""
+    SERVED = "served"
+    """Of these, blocks that the engine was given."""
+    RECOMPUTED = "recomputed"
+    """The others: ``chosen`` where computing was judged faster, ``not_loaded`` where they were found and not used,
+    ``gone`` where they were stored no longer."""
     LOADED = "loaded"
     LOAD_FAILED = "load_failed"
     STORED = "stored"
@@ -31,11 +54,18 @@ class Event(StrEnum):
     NOT_STORED = "not_stored"
     REPLACED = "replaced"
     EVICTED = "evicted"
+    UNUSED = "unused"
+    """Of those evicted, blocks that no request had found in this tier."""
     DROPPED = "dropped"
     DEMOTED = "demoted"
     PROMOTED = "promoted"
+    ENCODED = "encoded"
+    """Written by way of a codec, which is the reason; bytes as they were stored."""
+    DECIDED = "decided"
+    """Loads that were weighed against computing: ``load``, ``recompute``, or ``explore`` against the prediction."""
     LEASE_EXPIRED = "lease_expired"
     ERROR = "error"
+    """A failure: of a verb, or, under a tier's name, of its store."""
 
 
 class Total(NamedTuple):
@@ -46,51 +76,175 @@ class Total(NamedTuple):
     nbytes: int = 0
 
 
-class Ledger:
-    """Thread-safe sums of events; one per manager."""
+class Histogram(NamedTuple):
+    """Durations of one operation: how many there were, their sum, and how many fell into each bucket."""
+
+    calls: int
+    sum_s: float
+    buckets: tuple[int, ...]
+    """One more than :data:`BOUNDS_S`, not cumulated."""
+
+
+class _Shard:
+    """Sums of one thread, or of threads that have ended."""
+
+    __slots__ = ("__weakref__", "durations", "seconds", "totals", "worst")
 
     def __init__(self) -> None:
-        # Reentrant: a destructor that the collector runs inside may end a session, which counts.
+        self.totals: dict[tuple[str, Event, str], list[int]] = {}
+        self.durations: dict[tuple[str, str], list[float]] = {}  # the sum first, then the buckets
+        self.seconds: dict[tuple[str, str], list[float]] = {}
+        self.worst: dict[tuple[str, str], float] = {}
+
+    def absorb(self, other: _Shard) -> None:
+        """Add what *other* holds."""
+        ours: tuple[dict[Any, list[Any]], ...] = (self.totals, self.durations, self.seconds)
+        theirs: tuple[dict[Any, list[Any]], ...] = (other.totals, other.durations, other.seconds)
+        for mine, more in zip(ours, theirs, strict=True):
+            for key, amounts in list(more.items()):
+                known = mine.get(key)
+                mine[key] = list(amounts) if known is None else [a + b for a, b in zip(known, amounts, strict=True)]
+        for key, value in list(other.worst.items()):
+            self.worst[key] = max(value, self.worst.get(key, value))
+
+
+class _Mine(threading.local):
+    """The shard of the thread that looks."""
+
+    def __init__(self, enrol: Callable[[], _Shard]) -> None:
+        self.shard = enrol()
+
+
+class Ledger:
+    """Thread-safe sums of events; one per manager.
+
+    Parameters
+    ----------
+    timed:
+        Whether durations are measured; counts always are.
+    """
+
+    def __init__(self, timed: bool = True) -> None:
+        self.timed = timed
         self._lock = threading.RLock()
-        self._totals: dict[tuple[str, Event, str], list[int]] = {}
-        self._seconds: dict[str, list[float]] = {}
+        self._shards: list[tuple[weakref.ref[threading.Thread], _Shard]] = []
+        self._ended = _Shard()
+        self._mine = _Mine(self._enrol)
+
+    def _enrol(self) -> _Shard:
+        """A shard for this thread; those of threads that have ended become one, so that they cannot pile up."""
+        shard, living = _Shard(), []
+        with self._lock:
+            for owner, theirs in self._shards:
+                thread = owner()
+                if thread is None or not thread.is_alive():
+                    self._ended.absorb(theirs)
+                else:
+                    living.append((owner, theirs))
+            self._shards = [*living, (weakref.ref(threading.current_thread()), shard)]
+        return shard
+
+    # -- counting -----------------------------------------------------------------------------------------------------
 
     def add(self, tier: str, event: Event, blocks: int = 0, nbytes: int = 0, reason: str = "") -> None:
         """Count one event of *blocks* blocks and *nbytes* bytes."""
+        totals = self._mine.shard.totals
+        key = (tier, event, reason)
+        total = totals.get(key)
+        if total is None:
+            total = totals.setdefault(key, [0, 0, 0])
+        total[0] += 1
+        total[1] += blocks
+        total[2] += nbytes
+
+    def observe(self, tier: str, operation: str, seconds: float) -> None:
+        """Note that *operation* of *tier* took so many *seconds*."""
+        durations = self._mine.shard.durations
+        key = (tier, operation)
+        spent = durations.get(key)
+        if spent is None:
+            spent = durations.setdefault(key, [0.0] * (len(BOUNDS_S) + 2))
+        spent[0] += seconds
+        spent[bisect_left(BOUNDS_S, seconds) + 1] += 1
+
+    @contextmanager
+    def timing(self, tier: str, operation: str) -> Iterator[None]:
+        """Measure what is inside, if durations are measured."""
+        if not self.timed:
+            yield
+            return
+        begun = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.observe(tier, operation, time.perf_counter() - begun)
+
+    def decided(self, choice: str) -> None:
+        """Count one choice between ``load``, ``recompute`` and ``explore``."""
+        self.add(MANAGER, Event.DECIDED, reason=choice)
+
+    def compare(self, kind: str, predicted_s: float, actual_s: float) -> None:
+        """Note how long a *kind* of work (``load``, ``recompute``) was predicted to take, and took."""
+        seconds = self._mine.shard.seconds
+        sums = seconds.setdefault((MANAGER, kind), [0, 0.0, 0.0])
+        sums[0] += 1
+        sums[1] += predicted_s
+        sums[2] += actual_s
+
+    def note_worst(self, tier: str, name: str, value: float) -> None:
+        """Keep the largest *value* of this *name*, such as the relative error of a codec."""
+        worst = self._mine.shard.worst
+        worst[tier, name] = max(value, worst.get((tier, name), value))
+
+    # -- reading ------------------------------------------------------------------------------------------------------
+
+    def _all(self) -> _Shard:
+        """Everything that was counted so far, in one shard of the caller's."""
+        together = _Shard()
         with self._lock:
-            total = self._totals.setdefault((tier, event, reason), [0, 0, 0])
-            total[0] += 1
-            total[1] += blocks
-            total[2] += nbytes
+            together.absorb(self._ended)
+            for _, shard in self._shards:
+                together.absorb(shard)
+        return together
 
     def total(self, event: Event, tier: str | None = None, reason: str | None = None) -> Total:
         """Sum over all entries of *event* that match."""
-        with self._lock:
-            picked = [
-                total
-                for (t, e, r), total in self._totals.items()
-                if e == event and tier in (None, t) and reason in (None, r)
-            ]
+        picked = [
+            total
+            for (t, e, r), total in self._all().totals.items()
+            if e == event and tier in (None, t) and reason in (None, r)
+        ]
         return Total(*(sum(column) for column in zip(*picked, strict=True))) if picked else Total()
 
     def rows(self) -> list[dict[str, str | int]]:
         """Every entry as a flat row, sorted."""
-        with self._lock:
-            entries = sorted(self._totals.items())
         return [
             {"tier": tier, "event": event.value, "reason": reason, "times": n, "blocks": blocks, "bytes": nbytes}
-            for (tier, event, reason), (n, blocks, nbytes) in entries
+            for (tier, event, reason), (n, blocks, nbytes) in sorted(self._all().totals.items())
         ]
 
-    def time(self, verb: str, seconds: float) -> None:
-        """Add to the time that *verb* took."""
-        with self._lock:
-            spent = self._seconds.setdefault(verb, [0, 0.0])
-            spent[0] += 1
-            spent[1] += seconds
+    def histograms(self) -> dict[tuple[str, str], Histogram]:
+        """Durations by tier and operation, sorted."""
+        return {
+            key: Histogram(int(sum(buckets)), float(total), tuple(int(n) for n in buckets))
+            for key, (total, *buckets) in sorted(self._all().durations.items())
+        }
 
     def seconds(self) -> list[dict[str, str | int | float]]:
         """Time by verb: how many calls took how many seconds in all."""
-        with self._lock:
-            entries = sorted(self._seconds.items())
-        return [{"verb": verb, "calls": int(calls), "seconds": total} for verb, (calls, total) in entries]
+        return [
+            {"verb": verb, "calls": spent.calls, "seconds": spent.sum_s}
+            for (tier, verb), spent in self.histograms().items()
+            if tier == MANAGER
+        ]
+
+    def comparisons(self) -> list[dict[str, str | int | float]]:
+        """By kind of work: how often it was predicted, how long it should have taken and took."""
+        return [
+            {"kind": kind, "times": int(times), "predicted_s": predicted, "actual_s": actual}
+            for (_, kind), (times, predicted, actual) in sorted(self._all().seconds.items())
+        ]
+
+    def worst(self) -> list[dict[str, str | float]]:
+        """The largest value of each name that was noted."""
+        return [{"tier": t, "name": name, "value": value} for (t, name), value in sorted(self._all().worst.items())]

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -49,6 +50,26 @@ def _unlink_run(parent: Any, children: Any, pins: Any, state: Any, stamps: Any, 
             out[count] = above
             return count
         row = above
+
+
+class WaitingLock:
+    """A reentrant lock that tells how long a thread had to wait for it, when it had to."""
+
+    __slots__ = ("_acquire", "_lock", "_on_wait", "_release")
+
+    def __init__(self, on_wait: Callable[[float], None]) -> None:
+        self._lock = threading.RLock()
+        self._acquire, self._release = self._lock.acquire, self._lock.release
+        self._on_wait = on_wait
+
+    def __enter__(self) -> None:
+        if not self._acquire(False):
+            begun = time.perf_counter()
+            self._acquire()
+            self._on_wait(time.perf_counter() - begun)
+
+    def __exit__(self, *_: object) -> None:
+        self._release()
 
 
 class Unlinker:
@@ -110,7 +131,7 @@ class Tree:
         self.number = next(_NUMBERS)
         self.policy = policy
         self._clock = clock
-        self._lock = threading.RLock()
+        self._lock: threading.RLock | WaitingLock = threading.RLock()
         self.keys = np.zeros((rows, 2), np.uint64)
         self.tokens = np.zeros((rows, block_tokens), np.uint32)
         self.extras = np.zeros((rows, 2), np.uint64)
@@ -134,6 +155,7 @@ class Tree:
         self._free: Rows = np.arange(rows - 1, -1, -1, dtype=np.int32)
         self._num_free = rows
         self._live = 0
+        self._unused = 0
         column = self.keys.view()
         column.flags.writeable = False
         policy.bind(rows, column)
@@ -193,6 +215,7 @@ class Tree:
     def _let_go(self, unlinked: list[int]) -> Keys:
         """Free rows that were taken out of the tree; returns their keys."""
         rows = np.array(unlinked, np.int32)
+        self._unused += int(np.count_nonzero(self.hits[rows] == 0))
         self._table.remove(rows)
         self._release(rows)
         return self.keys[rows]
@@ -210,6 +233,16 @@ class Tree:
     def _return(self, rows: Rows) -> None:
         self._free[self._num_free : self._num_free + len(rows)] = rows[::-1]
         self._num_free += len(rows)
+
+    def take_unused(self) -> int:
+        """How many of the blocks that have left by policy since the last call had never been found."""
+        with self._lock:
+            unused, self._unused = self._unused, 0
+            return unused
+
+    def time_lock(self, on_wait: Callable[[float], None]) -> None:
+        """Call *on_wait* with the seconds that a thread had to wait for the lock; before anybody uses it."""
+        self._lock = WaitingLock(on_wait)
 
     @property
     def in_limbo(self) -> bool:

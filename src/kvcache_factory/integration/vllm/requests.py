@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 from ...block.key import KeyChain, MediaSpan
 from ...block.plan import Match
 from ...engine.io import Ticket
 from ...keyspace import KeySpace
+from ...policy.base import REUSE_HINTS, ReuseHint
 
 
 class TrackedRequest:
@@ -21,6 +23,7 @@ class TrackedRequest:
         self.id: str = request.request_id
         self.space = space
         self.session: str | None = session_of(request)
+        self.reuse_hint: ReuseHint = reuse_hint_of(request)
         self.chain: KeyChain = space.chain(media=media_spans(request))
         self.match: Match | None = None
         self.local_tokens = 0
@@ -34,6 +37,10 @@ class TrackedRequest:
         self.prefetched_since = 0.0
         self.waiting_since: float | None = None
         self.load_step = -1
+        self.declined = False
+        """Whether the last look at slower tiers ended with the judgement that computing is faster."""
+        self.came = time.monotonic()
+        self.answering = False
 
     def grow(self, tokens: int | None = None) -> None:
         """Let the chain cover the first *tokens* tokens of the request, all of them by default; drafts are not among
@@ -73,6 +80,12 @@ def session_of(request: Any) -> str | None:
         return str(request.session_id)
     named = (request.kv_transfer_params or {}).get("session_id")
     return str(named) if named else None
+
+
+def reuse_hint_of(request: Any) -> ReuseHint:
+    """What a request says about its session's return; a word that is none says nothing."""
+    said = (request.kv_transfer_params or {}).get("reuse_hint")
+    return said if said in REUSE_HINTS else "unknown"
 
 
 def media_spans(request: Any) -> list[MediaSpan]:

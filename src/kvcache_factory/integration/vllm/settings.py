@@ -39,6 +39,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """Load when it is faster than computing, always, or never."""
     max_wait_s: float = 2.0
     """Longest time that a request waits for blocks from slower tiers."""
+    lookup_wait_s: float = 0.05
+    """Longest time that a request waits to learn what other processes have stored."""
     ask_again_s: float = 0.05
     """Longest time in one go that an engine without other work waits for them."""
     eviction_policy: PolicyConfig = PolicyConfig()
@@ -61,7 +63,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """Do nothing until that process names a manager."""
 
     def __post_init__(self) -> None:
-        for name in ("memory_gb", "disk_gb", "max_wait_s", "ask_again_s"):
+        for name in ("memory_gb", "disk_gb", "max_wait_s", "lookup_wait_s", "ask_again_s"):
             if not getattr(self, name) >= 0:
                 raise ConfigError(f"{name}={getattr(self, name)!r}: give a number that is not negative")
         if self.block_tokens < 0:
