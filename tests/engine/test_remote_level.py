@@ -269,6 +269,19 @@ def test_the_state_tells_of_the_level(opened: Any) -> None:
     assert opened(sized_level(4, SPEC)).manager.state()["remote"]["breaker"] == "closed"
 
 
+def test_operations_are_timed(opened: Any) -> None:
+    """With metrics, each kind of call has a histogram of its own."""
+    cache = opened(ingestion="all", manager={"enable_metrics": True})
+    cache.save(TOKENS)
+    cache.settled()
+    cache.manager.evict(8)
+    cache.fetch()
+    cache.space.drop(cache.space.chain(TOKENS))
+    cache.settled()
+    timed = {row["operation"]: row["count"] for row in cache.manager.state()["durations"] if row["tier"] == "remote"}
+    assert timed == {"put": 1, "exists": 1, "get": 1, "delete": 1}
+
+
 def test_a_manager_with_a_remote_level_is_data() -> None:
     """Description and configuration are the same thing; nothing connects."""
     backend = HierarchicalBackend([CPUBackend(size_gb=1), RemoteBackend(connector="mock", options={"share": "x"})])

@@ -203,6 +203,23 @@ def test_the_breaker_opens_and_closes_by_itself(opened: Any) -> None:
     assert connector.calls["open"] >= 1
 
 
+def test_a_store_that_comes_and_goes_does_not_fill_the_log(opened: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """One line for each thing that there is to say, however often the breaker opens."""
+    connector = faulty()
+    cache = opened(**hosting(connector, Breaker(failures=1, cooldown_s=0.001, longest_s=0.01)))
+    for turn in range(3):
+        connector.dead = True
+        cache.fetch([1000 * turn + i for i in range(32)])
+        connector.dead = False
+        until(lambda: cache.manager.state()["remote"]["breaker"] == "closed")
+    assert cache.manager.state()["remote"]["breaker_openings"] == 3
+    said = [record.getMessage() for record in caplog.records if "connector MOCK" in record.getMessage()]
+    assert sorted(said) == [
+        "connector MOCK: answers again",
+        "connector MOCK: out of order (error); not asked until it answers",
+    ]
+
+
 def test_a_connection_that_is_lost_is_made_anew(opened: Any) -> None:
     """Trials that fail close the connector and open it again."""
     opened(ingestion="all").save(TOKENS)

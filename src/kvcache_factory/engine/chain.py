@@ -195,13 +195,14 @@ class TierChain:
     def drop(self, chain: KeyChain, first: int = 0, reason: str = "asked") -> int:
         """Drop the blocks of *chain* from number *first* on, and all that was built on them, from every tier."""
         dropped = 0
+        built: list[Keys] = []
         for tier in self._tiers_twice():
             rows = tier.index.rows_of(chain.keys[first:])
-            if self.remote is not None and (rows >= 0).any():
-                self.remote.forget_keys(tier.index.keys_below(rows[rows >= 0]))
+            if self.remote is not None:
+                built.append(tier.index.keys_below(rows[rows >= 0]))
             dropped += tier.drop(rows[rows >= 0], reason)
         if self.remote is not None:
-            self.remote.forget_chain(view_of(chain, chain.num_blocks), first)
+            self.remote.forget_chain(view_of(chain, chain.num_blocks), first, np.concatenate(built))
         return dropped
 
     def drop_unshared(self, keys: Keys, reason: str, wipe: bool = False) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -179,10 +180,11 @@ class RemoteLevel:
 
     # -- forgetting ---------------------------------------------------------------------------------------------------
 
-    def forget_chain(self, chain: StoredRecords, first: int) -> None:
-        """Delete the blocks of *chain* from number *first* on, in the background."""
+    def forget_chain(self, chain: StoredRecords, first: int, built: Keys) -> None:
+        """Delete blocks of *chain* from number *first* on, and of the keys *built* on them, in the background."""
         if self.is_open:
-            self.forget(self.names.of(chain, range(first, chain.num_blocks)))
+            names = self.names.of(chain, range(first, chain.num_blocks))
+            self.forget(list(dict.fromkeys([*names, *self.names.of_keys(built)])))
 
     def forget_keys(self, keys: Keys) -> None:
         """Delete the blocks of *keys* ``[n, 2]``, whosever model's they are, in the background."""
@@ -204,7 +206,8 @@ class RemoteLevel:
                 return
 
     def _delete(self, names: Sequence[bytes]) -> None:
-        done = self.store.delete(names, self.options.max_wait_s)
+        with self.timing("delete"):
+            done = self.store.delete(names, self.options.max_wait_s)
         self.count(Event.DROPPED, counted(done), "deleted")
         if not done.done or done.count < len(names):
             self.ledger.add(self.name, Event.ERROR, len(names) - counted(done), reason="not_deleted")
@@ -216,6 +219,10 @@ class RemoteLevel:
         if blocks:
             assert self.spec is not None
             self.ledger.add(self.name, event, blocks, blocks * self.spec.slot_bytes, reason)
+
+    def timing(self, operation: str) -> AbstractContextManager[None]:
+        """Measure what is inside as an *operation* of this level, if durations are measured."""
+        return self.ledger.timing(self.name, operation)
 
     def state(self) -> dict[str, Any]:
         """What it does, as plain data."""

@@ -120,7 +120,8 @@ class Writes:
         try:
             while done < len(blocks):
                 part = blocks[done : done + step]
-                last, took = self._put(chain, part)
+                with level.timing("put"):
+                    last, took = self._put(chain, part)
                 count = last.count if last.done else 0
                 self.mark(chain.rows[part[:count]])
                 level.count(Event.STORED, count)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import Executor
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 import msgspec
 
 from ..block.spec import BlockSpec
-from ..connector.base import Connector, ConnectorFeature, MemoryRegion
+from ..connector.base import Connector, ConnectorFeature, MemoryRegion, OptionsConnector
 from ..errors import KVCacheError, StoreError
 from ..memory.device import DeviceSlab
 from ..status import Status, StatusCodes
@@ -25,6 +26,7 @@ from .lent import get_lent, put_lent
 from .threads import DaemonExecutor, LoopThread
 
 _log = logging.getLogger("kvcache_factory")
+LOG_EVERY_S = 60.0
 _PROBE = b"kvcache-factory/probe"
 Regions = MemoryRegion | Sequence[MemoryRegion]
 Work = Callable[[], Coroutine[Any, Any, "Answers"]]
@@ -97,6 +99,7 @@ class RemoteStore(OutsideStore):
         self._probing = False
         self._closed = True
         self._header_bytes = 0
+        self._said: dict[str, float] = {}
 
     # -- open and close -----------------------------------------------------------------------------------------------
 
@@ -155,7 +158,7 @@ class RemoteStore(OutsideStore):
         try:
             ended.result(self.settings.close_timeout_s)
         except Exception as error:  # nothing can be done about it, and everything else has to end
-            _log.warning("connector %s did not close: %s: %s", self.settings.name, type(error).__name__, error)
+            self._say(f"did not close: {type(error).__name__}: {error}")
         with self._lock:
             self._changed.wait_for(lambda: not self._in_flight, self.settings.close_timeout_s)
         self._loop.stop()
@@ -246,10 +249,10 @@ class RemoteStore(OutsideStore):
         except (Exception, asyncio.CancelledError) as error:
             answers = Answers(0, "error", f"{type(error).__name__}: {error}")
         finally:
-            operation.end(answers.count, answers.reason, answers.detail)
             with self._lock:
                 self._in_flight -= 1
                 self._changed.notify_all()
+            operation.end(answers.count, answers.reason, answers.detail)
 
     # -- on the loop --------------------------------------------------------------------------------------------------
 
@@ -270,11 +273,14 @@ class RemoteStore(OutsideStore):
         return _leading(await way(self._open_connector, self._executor, names, regions))
 
     async def _each(self, verb: str, names: Sequence[bytes]) -> Answers:
-        """A call for each name, as many together as belong to a batch, up to the first batch with a gap."""
-        call = getattr(self._open_connector, verb)
-        step, done = self.settings.op_batch, Answers(0)
+        """As many names together as belong to a batch, up to the first batch with a gap."""
+        connector, step, done = self._open_connector, self.settings.op_batch, Answers(0)
+        single = getattr(connector, verb)
+        whole = isinstance(connector, OptionsConnector) and connector.batched_lookups
         for start in range(0, len(names), step):
-            done = _after(done, _leading(await _together([call(name) for name in names[start : start + step]])))
+            part = names[start : start + step]
+            asked = getattr(connector, f"m{verb}")(part) if whole else _together([single(name) for name in part])
+            done = _after(done, _leading(await asked))
             if done.reason:
                 break
         return done
@@ -310,8 +316,15 @@ class RemoteStore(OutsideStore):
             if not self.breaker.is_open:  # a late success of an old call proves little; a trial closes it
                 self.breaker.succeeded()
         elif reason != "closed" and self.breaker.failed():
-            _log.warning("connector %s: out of order (%s); not asked until it answers", self.settings.name, reason)
+            self._say(f"out of order ({reason}); not asked until it answers")
             self._try_later()
+
+    def _say(self, text: str) -> None:
+        """One line a minute for each text: a store that comes and goes must not fill a log."""
+        now = time.monotonic()
+        if now - self._said.get(text, -LOG_EVERY_S) >= LOG_EVERY_S:
+            self._said = {text: now, **{t: s for t, s in self._said.items() if now - s < LOG_EVERY_S}}
+            _log.warning("connector %s: %s", self.settings.name, text)
 
     def _try_later(self) -> None:
         with self._lock:
@@ -329,7 +342,7 @@ class RemoteStore(OutsideStore):
         finally:
             self._probing = False
             if reached and self.breaker.succeeded():
-                _log.warning("connector %s: answers again", self.settings.name)
+                self._say("answers again")
             if not reached:
                 self._try_later()
 
