@@ -10,6 +10,7 @@ import pytest
 from tests.engine.remote_harness import SHARE, SPEC, TOKENS, RemoteCache, caches
 
 from kvcache_factory import CPUBackend, DiskBackend, HierarchicalBackend, RemoteBackend
+from kvcache_factory.block.envelope import Fidelity
 from kvcache_factory.connector import mock
 from kvcache_factory.engine.ledger import Event
 from kvcache_factory.manager import CacheManager
@@ -196,6 +197,18 @@ def test_a_foreign_value_is_a_miss_and_deleted(opened: Any) -> None:
     assert cache.load(TOKENS) == [0] * 2
     assert (cache.total(Event.LOAD_FAILED, "key"), cache.total(Event.LOAD_FAILED, "invalid")) == (2, 1)
     assert {names[2], names[4]}.isdisjoint(cache.settled())
+
+
+def test_a_value_that_is_not_exact_is_a_miss_and_stays(opened: Any) -> None:
+    """Somebody who takes approximations may use it."""
+    first = opened(ingestion="all")
+    first.save(TOKENS, fidelity=Fidelity.APPROXIMATE)
+    assert len(first.settled()) == 8
+    cache = opened()
+    cache.fetch()
+    assert cache.load(TOKENS) == []
+    assert cache.total(Event.LOAD_FAILED, "not_exact") == 8
+    assert len(cache.settled()) == 8
 
 
 def test_what_is_dropped_is_deleted_there(opened: Any) -> None:

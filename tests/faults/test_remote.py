@@ -165,6 +165,22 @@ def test_a_write_that_hangs_holds_its_source(opened: Any) -> None:
     assert cache.manager.evict(8) == 8
 
 
+def test_a_late_write_of_what_was_purged_does_not_stay(opened: Any) -> None:
+    """Given up by its deadline, dropped with its session, and only then written: it is deleted again."""
+    connector = faulty(always("put", Hang()))
+    cache = opened(ingestion="all", **HASTY, **hosting(connector))
+    cache.manager.create_session("secret")
+    cache.save(TOKENS, session="secret")
+    assert cache.manager.wait(60)
+    cache.manager.destroy_session("secret", purge=True)
+    assert cache.settled() == {}
+    connector.let_go()
+    until(lambda: cache.manager.state()["remote"]["operations_in_flight"] == 0)
+    until(lambda: cache.settled() == {})
+    assert connector.calls["delete"] > 8
+    until(lambda: cache.manager._chain.tiers[0].index.used == 0)
+
+
 def test_too_many_that_hang_put_the_level_out_of_service(opened: Any) -> None:
     """At the cap nothing more is handed to the connector; when the calls have ended, it is in service again."""
     connector = faulty(always("put", Hang()))
