@@ -19,7 +19,19 @@ from kvcache_factory.connector import Connector, ConnectorFeature
 from kvcache_factory.status import StatusCodes
 from kvcache_factory.testing import ConnectorTests
 
-from .parts import KEY, MemoryMeta, Servers, cluster, get_all, keys, membership, meta_of, put_all, region
+from .parts import (
+    KEY,
+    MemoryMeta,
+    ServerConnector,
+    Servers,
+    cluster,
+    get_all,
+    keys,
+    membership,
+    meta_of,
+    put_all,
+    region,
+)
 
 THREE = ("a", "b", "c")
 
@@ -360,6 +372,47 @@ def test_memory_is_registered_with_members_that_come_later(tmp_path: Path) -> No
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("batched", [False, True])
+def test_names_are_looked_up_in_a_batch(servers: Servers, monkeypatch: pytest.MonkeyPatch, batched: bool) -> None:
+    """One status for each key in its order, from members that can do that in one call and from those that cannot."""
+    asked: list[int] = []
+    if batched:
+
+        async def whole(verb: str, connector: Any, names: list[bytes]) -> list[Any]:
+            asked.append(len(names))
+            return [await getattr(connector, verb)(name) for name in names]
+
+        monkeypatch.setattr(ServerConnector, "batched_lookups", True)
+        for verb in ("exists", "delete"):
+            monkeypatch.setattr(
+                ServerConnector, f"m{verb}", lambda self, names, v=verb: whole(v, self, names), raising=False
+            )
+
+    async def run() -> None:
+        connector = cluster(servers, meta_of(membership("a", "b", "-")))
+        connector.open()
+        names = keys(30)
+        put = await put_all(connector, names[:20])
+        expected = [code is StatusCodes.OK for code in put] + [False] * 10
+        assert [s.is_ok() for s in await connector.mexists(names)] == expected
+        assert all(s.is_ok() for s in await connector.mdelete(names[:5]))
+        assert [s.is_ok() for s in await connector.mexists(names)] == [False] * 5 + expected[5:]
+        servers.dead.add("a:1")
+        mine = [n for n, o in zip(names, owners_of(names), strict=True) if o == "a:1"]
+        assert {s.error_code for s in await connector.mexists(mine)} == {StatusCodes.NOT_FOUND}
+        assert len(await connector.mexists([])) == 0
+        connector.close()
+
+    asyncio.run(run())
+    assert bool(asked) == batched
+
+
+def owners_of(names: list[bytes]) -> list[str]:
+    """Owners where every third slot has none."""
+    members = membership("a", "b", "-")
+    return [members.nodes[i].place if i >= 0 else "-" for i in SimplePlacement(members).owners_of(names)]
+
+
 def test_misuse_is_told() -> None:
     """No key, an unknown placement, from_envs: ConfigErrors that say what to do."""
     for arguments in (("",), (KEY, 30.0, "RANDOM")):
@@ -367,3 +420,5 @@ def test_misuse_is_told() -> None:
             ClusterConnector(Servers("x").make, ConnectorFeature(), MemoryMeta, *arguments)
     with pytest.raises(ConfigError, match="meta_service"):
         ClusterConnector.from_envs("id", None)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="meta_service"):
+        ClusterConnector.from_options("id", None, None)  # type: ignore[arg-type]

@@ -14,12 +14,13 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Executor
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ..connector.base import Connector, ConnectorFeature, MemoryRegion
+from ..connector.base import Connector, ConnectorFeature, MemoryRegion, OptionsConnector
 from ..errors import ConfigError, KVCacheError, StoreError
 from ..status import Status, StatusCodes
-from .links import Link, Make, Member, failed
+from .links import Link, Make, Member, Snapshot, failed
 from .membership import Membership, parse_membership
 from .meta_service import MetaService
 from .placement import placement_class
@@ -37,16 +38,7 @@ CONNECT_WAIT_S = 2.0
 TICK_S = 0.25
 
 
-class Snapshot:
-    """Members and who owns what, as they were at one moment."""
-
-    def __init__(self, membership: Membership, members: list[Member], placement: str) -> None:
-        self.membership = membership
-        self.members = members
-        self.placement = placement_class(placement)(membership)
-
-
-class ClusterConnector(Connector[bytes, None]):
+class ClusterConnector(OptionsConnector):
     """Routes calls to the members that the meta service names.
 
     Parameters
@@ -64,6 +56,8 @@ class ClusterConnector(Connector[bytes, None]):
     placement:
         Name of the rule by which keys belong to members.
     """
+
+    batched_lookups = True
 
     def __init__(
         self,
@@ -98,7 +92,12 @@ class ClusterConnector(Connector[bytes, None]):
     @classmethod
     def from_envs(cls, conn_id: str, executor: Executor, **kwargs: Any) -> ClusterConnector:
         """Not offered: a cluster is made from a backend with a meta service."""
-        raise ConfigError("a cluster is described by RemoteBackend(meta_service=...), or by META_SERVICE_* variables")
+        raise ConfigError(_NOT_ALONE)
+
+    @classmethod
+    def from_options(cls, conn_id: str, executor: Executor, options: Any) -> ClusterConnector:
+        """Not offered either."""
+        raise ConfigError(_NOT_ALONE)
 
     @property
     def name(self) -> str:
@@ -254,6 +253,14 @@ class ClusterConnector(Connector[bytes, None]):
     async def exists(self, key: bytes) -> Status[Any]:
         return (await self._route([key], lambda c, _: _one(c.exists(key)), _ABSENT))[0]
 
+    async def mexists(self, keys: Sequence[bytes]) -> Statuses:
+        """:meth:`exists` of a batch, each member asked once where its connector can."""
+        return await self._route(keys, partial(_look_up, "exists", keys), _ABSENT)
+
+    async def mdelete(self, keys: Sequence[bytes]) -> Statuses:
+        """:meth:`delete` of a batch."""
+        return await self._route(keys, partial(_look_up, "delete", keys), _NOTHING)
+
     async def get(self, key: bytes, mr: Regions) -> Status[Any]:
         return (await self._route([key], lambda c, _: _one(c.get(key, mr)), _ABSENT))[0]
 
@@ -364,10 +371,22 @@ def _is_trying(member: Member) -> bool:
     return member.link is None and member.why == "not connected yet"
 
 
+async def _look_up(verb: str, keys: Sequence[bytes], connector: Connector[bytes, Any], part: list[int]) -> Statuses:
+    """Ask one member about its *part* of the keys."""
+    own = [keys[i] for i in part]
+    if isinstance(connector, OptionsConnector) and connector.batched_lookups:
+        found: Statuses = await getattr(connector, f"m{verb}")(own)
+        return found
+    call = getattr(connector, verb)
+    answers = await asyncio.gather(*(call(key) for key in own), return_exceptions=True)
+    return [a if isinstance(a, Status) else Status(StatusCodes.ERROR, a) for a in answers]
+
+
 async def _one(call: Awaitable[Status[Any]]) -> Statuses:
     return [await call]
 
 
+_NOT_ALONE = "a cluster is described by RemoteBackend(meta_service=...), or by META_SERVICE_* variables"
 _ABSENT: Status[Any] = Status(StatusCodes.NOT_FOUND)
 _NO_ROOM: Status[Any] = Status(StatusCodes.OUT_OF_MEMORY, "no member of the cluster takes this key now")
 _NOTHING: Status[Any] = Status()

@@ -11,7 +11,8 @@ from typing import Any
 
 from ..connector.base import Connector
 from ..status import Status, StatusCodes
-from .membership import Node
+from .membership import Membership, Node
+from .placement import placement_class
 
 _log = logging.getLogger("kvcache_factory")
 Make = Callable[[Node], Connector[bytes, Any]]
@@ -116,6 +117,15 @@ class Member:
             return None
         self._retry_s, self.link = FIRST_RETRY_S, link
         return before
+
+
+class Snapshot:
+    """Members and who owns what, as they were at one moment."""
+
+    def __init__(self, membership: Membership, members: list[Member], placement: str) -> None:
+        self.membership = membership
+        self.members = members
+        self.placement = placement_class(placement)(membership)
 
 
 Done = Callable[[Member, Link | None, str], None]

@@ -187,7 +187,7 @@ class Environment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         int, at("INFINISTORE.local_rank", "which of the devices this process uses", ge=0)
     ] = 0
     infinistore_timeout_s: Annotated[float, at("INFINISTORE.timeout_s", _TIMEOUT, gt=0)] = 5.0
-    infinistore_start_timeout_s: Annotated[float, at("INFINISTORE.start_timeout_s", _START, gt=0)] = 30.0
+    infinistore_start_timeout_s: Annotated[float, at("INFINISTORE.start_timeout_s", _START, gt=0)] = 8.0
     infinistore_copy_mb: Annotated[int, at("INFINISTORE.copy_mb", _COPY, ge=1)] = 128
 
     hpkv_remote_addr: Annotated[str, at("HPKV.remote_addr", "server")] = "127.0.0.1"
@@ -209,7 +209,7 @@ class Environment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     ] = False
 
     priskv_timeout_s: Annotated[float, at("PRISKV.timeout_s", _TIMEOUT, gt=0)] = 5.0
-    priskv_start_timeout_s: Annotated[float, at("PRISKV.start_timeout_s", _START, gt=0)] = 30.0
+    priskv_start_timeout_s: Annotated[float, at("PRISKV.start_timeout_s", _START, gt=0)] = 8.0
     priskv_copy_mb: Annotated[int, at("PRISKV.copy_mb", _COPY, ge=1)] = 128
 
     eic_config_file: Annotated[
