@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from kvcache_factory.bench.timing import MODES, SIZES, Subject, run_timing
+from kvcache_factory.bench.timing import MODES, OPERATIONS, SIZES, Subject, run_timing
 
 
 def test_rows_have_three_times_and_two_shares() -> None:
     """Off, time and stages in microseconds; nothing is asserted about how they compare."""
     rows = run_timing(quick=True)
-    assert [(row["op"], row["blocks"]) for row in rows] == [(op, n) for n in SIZES for op in ("request", "save")]
+    assert [(row["op"], row["blocks"]) for row in rows] == [(op, n) for n in SIZES for op in OPERATIONS]
     for row in rows:
         assert all(row[f"{mode}_us"] > 0 for mode in MODES)
         assert {"time_share", "stages_share"} < set(row)

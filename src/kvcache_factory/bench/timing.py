@@ -22,6 +22,7 @@ from .measure import Progress, Work, quiet, round_robin
 SIZES = (1, 64)
 """Blocks of a request."""
 CALLS = 20
+OPERATIONS = ("request", "save")
 MODES = {
     "off": {"enable_metrics": False},
     "time": {"enable_metrics": True},
@@ -33,20 +34,29 @@ def run_timing(progress: Progress | None = None, quick: bool = False) -> list[di
     """Rows ``op``, ``blocks``, ``off_us``, ``time_us``, ``stages_us``, ``time_share`` and ``stages_share`` of off."""
     progress = progress or quiet
     jit.warm_up()
-    rounds = 5 if quick else 41
+    rounds = 3 if quick else 15
     rows = []
     for number, blocks in enumerate(SIZES):
-        progress(number, len(SIZES), f"{blocks} blocks")
-        subjects = {mode: Subject(blocks, options) for mode, options in MODES.items()}
-        try:
-            for op in ("request", "save"):
-                times = round_robin({mode: getattr(s, op) for mode, s in subjects.items()}, rounds)
-                rows.append({"op": op, "blocks": blocks, **_figures(times)})
-        finally:
-            for subject in subjects.values():
-                subject.manager.close()
-    progress(len(SIZES), len(SIZES))
+        times: dict[str, dict[str, list[float]]] = {op: {mode: [] for mode in MODES} for op in OPERATIONS}
+        for turn in range(len(MODES)):
+            progress(number * len(MODES) + turn, len(SIZES) * len(MODES), f"{blocks} blocks")
+            _measure(blocks, turn, rounds, times)
+        rows += [{"op": op, "blocks": blocks, **_figures(times[op])} for op in OPERATIONS]
+    progress(1, 1)
     return rows
+
+
+def _measure(blocks: int, turn: int, rounds: int, times: dict[str, dict[str, list[float]]]) -> None:
+    """Add the seconds of *rounds* rounds; who is made first, and so gets which memory, changes with the *turn*."""
+    order = [*MODES][turn:] + [*MODES][:turn]
+    subjects = {mode: Subject(blocks, MODES[mode]) for mode in order}
+    try:
+        for op in OPERATIONS:
+            for mode, seconds in round_robin({m: getattr(s, op) for m, s in subjects.items()}, rounds).items():
+                times[op][mode] += seconds
+    finally:
+        for subject in subjects.values():
+            subject.manager.close()
 
 
 def _figures(times: dict[str, list[float]]) -> dict[str, float]:
