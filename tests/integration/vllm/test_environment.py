@@ -33,7 +33,7 @@ def run(**variables: str) -> dict[str, Any]:
 
 
 def test_a_deployment_moves_over_without_editing_a_line() -> None:
-    """Twelve of 400 tokens' blocks of 32 come from the server, and the answer is the same."""
+    """Twelve of 400 tokens' blocks of 32 come from the server, and the answer is the same; a limit is kept to."""
     servers = pytest.importorskip("tests.servers", reason="the root of the checkout is not on the path")
     with servers.redis_server() as server:
         variables = {
@@ -42,6 +42,7 @@ def test_a_deployment_moves_over_without_editing_a_line() -> None:
             "L2_CACHE_INGESTION_TYPE": "ALL",
             "REDIS_URL": server.url,
         }
-        cold, warm = run(**variables), run(**variables)
+        cold, warm, limited = run(**variables), run(**variables), run(**variables, MAX_SEQ_LEN="200")
     assert cold["cached"] == 0
     assert warm == {"cached": 384, "ids": cold["ids"]}
+    assert limited == {"cached": 192, "ids": cold["ids"]}
