@@ -104,9 +104,10 @@ def test_options_of_members_come_from_all_and_from_their_entry() -> None:
     ("wrong", "message"),
     [
         ({"backend": "ZK", "url": "u"}, "use 'REDIS' or 'ETCD'"),
-        ({"backend": "REDIS", "url": ""}, "say where REDIS is"),
-        ({"backend": "REDIS", "url": "u", "refresh_interval_s": -1}, "seconds"),
-        ({"backend": "REDIS", "url": "u", "placement": "X"}, "placement"),
+        ({"backend": "REDIS", "url": ""}, "say where REDIS is, as redis://host:port"),
+        ({"backend": "ETCD", "url": "redis://:hush@h"}, "say where ETCD is, as http://host:port"),
+        ({"backend": "REDIS", "url": "redis://u", "refresh_interval_s": -1}, "seconds"),
+        ({"backend": "REDIS", "url": "redis://u", "placement": "X"}, "placement"),
     ],
 )
 def test_wrong_descriptions_are_named(wrong: dict[str, object], message: str) -> None:

@@ -184,8 +184,14 @@ def test_cuda_without_cuda_is_an_error_when_a_model_comes() -> None:
 
 def test_an_unknown_connector_is_named_with_the_nearest() -> None:
     """In the environment as in Python."""
-    with pytest.raises(ConfigError, match=r"no connector 'REDDIS'; did you mean REDIS"):
-        manager(L2_CACHE_BACKEND="REDDIS")
+    with pytest.raises(ConfigError, match=r"L2_CACHE_BACKEND='REDDIS': there is no connector .*; did you mean REDIS"):
+        manager(L2_CACHE_BACKEND="reddis")
+
+
+def test_a_policy_that_needs_more_than_its_name_is_told() -> None:
+    """HYBRID is a policy, but one of policies that only Python or a file can name."""
+    with pytest.raises(ConfigError, match="L1_CACHE_EVICTION_POLICY='HYBRID': HybridPolicy"):
+        manager(L1_CACHE_EVICTION_POLICY="HYBRID")
 
 
 def test_a_meta_service_makes_a_cluster() -> None:
@@ -297,8 +303,10 @@ def test_a_connector_from_outside_reads_its_own_variables(
 
 def test_wrong_arguments_are_named_with_the_nearest() -> None:
     """A misspelt keyword is no silent default."""
-    with pytest.raises(ConfigError, match="l1_cache_capacity_gb"):
+    with pytest.raises(ConfigError, match="l1_cache_capcity_gb is no argument; did you mean l1_cache_capacity_gb"):
         CacheManager.from_env({}, l1_cache_capcity_gb=4)
+    with pytest.raises(ConfigError, match=r"^xyz is no argument$"):
+        CacheManager.from_env({}, xyz=4)
     with pytest.raises(ConfigError, match="l1_cache_capacity_gb='much'"):
         CacheManager.from_env({}, l1_cache_capacity_gb="much")
     config, own = compose({PREFIX + "DEVICE": "tpu"}, None, {"device": "cpu", "name": "n"})  # the argument mends it

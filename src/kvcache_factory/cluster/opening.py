@@ -45,8 +45,9 @@ class MetaServiceBackend(msgspec.Struct, frozen=True, forbid_unknown_fields=True
         if self.backend.upper() not in ("REDIS", "ETCD"):
             raise ConfigError(f"MetaServiceBackend(backend={self.backend!r}): use 'REDIS' or 'ETCD'")
         msgspec.structs.force_setattr(self, "backend", self.backend.upper())
-        if not self.url:
-            raise ConfigError(f"MetaServiceBackend(url=''): say where {self.backend} is, such as redis://host:6379")
+        schemes = ("redis", "rediss", "unix") if self.backend == "REDIS" else ("http", "https")
+        if urlsplit(self.url).scheme not in schemes:  # the value may hold a password
+            raise ConfigError(f"MetaServiceBackend(url=...): say where {self.backend} is, as {schemes[0]}://host:port")
         if not 0 <= self.refresh_interval_s < float("inf"):
             raise ConfigError(
                 f"MetaServiceBackend(refresh_interval_s={self.refresh_interval_s!r}): give seconds, or 0 to read once"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -10,10 +11,9 @@ import msgspec
 
 from ..config import ManagerConfig, parse_config
 from ..errors import ConfigError
-from ..policy.names import make_policy
-from .compose import DOCUMENTED, Draft, options_of_others
+from .compose import DOCUMENTED, Draft, check_policy, options_of_others
 from .files import known_presets, read_file
-from .reading import read_arguments, read_environment, unknown, warn
+from .reading import read_arguments, read_environment, warn
 from .table import PREFIX, ROW_OF, ROWS, Environment, Row
 
 __all__ = [
@@ -63,7 +63,8 @@ def compose(
     own = {name: given.pop(name) for name in list(given) if name in _OWN}
     wrong = next((name for name in given if name not in ROW_OF), None)
     if wrong is not None:
-        raise ConfigError(f"{unknown(wrong, [*ROW_OF, *_OWN]).replace('no variable that is read', 'no argument')}")
+        near = difflib.get_close_matches(wrong, [*ROW_OF, *_OWN], 1)
+        raise ConfigError(f"{wrong} is no argument" + (f"; did you mean {near[0]}?" if near else ""))
     values = read_arguments(given)
     reading = read_environment(os.environ if environ is None else environ)
     errors = [error for field, error in reading.errors.items() if field not in values]
@@ -71,7 +72,8 @@ def compose(
         raise ConfigError("; ".join(errors))
     draft = Draft(DOCUMENTED if file is None else _checked(file))
     draft.apply({**reading.given, **values})
-    read = options_of_others(draft, os.environ if environ is None else environ)
+    check_policy(draft, {**reading.given, **values})
+    read = options_of_others(draft, os.environ if environ is None else environ, "l2_cache_backend" in reading.given)
     warn([*_without(reading.notes, read), *draft.notes])
     return parse_config(draft.data()), own
 
@@ -84,9 +86,9 @@ def explain(environ: Mapping[str, str] | None = None, file: str | os.PathLike[st
     draft = Draft(DOCUMENTED if base is None else base)
     try:
         draft.apply(reading.given)
-        read = options_of_others(draft, os.environ if environ is None else environ)
-        config = parse_config(draft.data())
-        make_policy(config.eviction_policy.name, **config.eviction_policy.options)
+        check_policy(draft, reading.given)
+        read = options_of_others(draft, os.environ if environ is None else environ, "l2_cache_backend" in reading.given)
+        parse_config(draft.data())
     except ConfigError as error:
         errors.append(str(error))
     settings = []

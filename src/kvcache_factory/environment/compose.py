@@ -9,6 +9,7 @@ from ..cluster.opening import KEYS
 from ..connector.base import OptionsConnector, options_from_env
 from ..connector.names import connector_class
 from ..errors import ConfigError
+from ..policy.names import make_policy
 from .table import PREFIX, ROW_OF, ROWS, Row, pair
 
 DOCUMENTED: dict[str, Any] = {
@@ -217,15 +218,31 @@ class Draft:
 _CAPITALS = ("l2_cache_ingestion_type", "l1_cache_eviction_policy")
 
 
-def options_of_others(draft: Draft, environ: Mapping[str, str]) -> set[str]:
+def check_policy(draft: Draft, given: Mapping[str, Any]) -> None:
+    """ConfigError, naming the variable, when the environment names a policy that cannot be made of what is said."""
+    try:
+        make_policy(draft.policy["name"], **draft.policy["options"])
+    except ConfigError as error:
+        if "l1_cache_eviction_policy" in given:
+            name = given["l1_cache_eviction_policy"]
+            raise ConfigError(f"{PREFIX}L1_CACHE_EVICTION_POLICY={name!r}: {error}") from None
+        raise
+
+
+def options_of_others(draft: Draft, environ: Mapping[str, str], said_so: bool) -> set[str]:
     """Let a connector that is not of the table read its own variables; returns which it knows.
 
-    Raises ConfigError for a connector that is not there, and for a wrong value.
+    *said_so*: the environment chose it.  Raises ConfigError for a connector that is not there, and for a wrong value.
     """
     remote = draft.remote
     if remote is None or remote["connector"] in CONNECTOR_PLACES:
         return set()
-    made = connector_class(remote["connector"])
+    try:
+        made = connector_class(remote["connector"])
+    except ConfigError as error:
+        raise ConfigError(
+            f"{PREFIX}L2_CACHE_BACKEND={remote['connector']!r}: {error}" if said_so else str(error)
+        ) from None
     if not issubclass(made, OptionsConnector):
         return set()
     options = made.Options

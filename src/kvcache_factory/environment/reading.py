@@ -85,13 +85,8 @@ def _typed(row: Row, value: Any) -> Any:
 
 
 def read_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Values given by the names of the table's fields; ConfigError for a name that is none of them."""
-    given = {}
-    for name, value in arguments.items():
-        if name not in ROW_OF:
-            raise ConfigError(f"there is no argument {unknown(name, list(ROW_OF)).replace('variable', 'setting')}")
-        given[name] = parse(ROW_OF[name], value, name)
-    return given
+    """Values given by the names of the table's fields; ConfigError for a wrong one."""
+    return {name: parse(ROW_OF[name], value, name) for name, value in arguments.items()}
 
 
 def warn(notes: list[str]) -> None:
