@@ -33,7 +33,7 @@ class TestSharedFiles(ConnectorTests):
         """0600 and 0700, whatever the umask."""
         before = os.umask(0)
         try:
-            connector, memory = shfs(executor, tmp_path / "root"), Memory(PAGE)
+            connector, memory = shfs(executor, tmp_path / "new" / "root"), Memory(PAGE)
             assert connector.open().is_ok()
             assert call(connector.put(b"key", memory[0])).is_ok()
         finally:
