@@ -63,8 +63,9 @@ def phase(cache: SmallCache, name: str, seconds: float, draw: random.Random) -> 
         turns, slowest_s = turns + 1, max(slowest_s, time.monotonic() - began_s)
     remote = cache.manager.state()["remote"]
     print(
-        f"{name:<28} {turns:>6} turns, slowest {1000 * slowest_s:>6.0f} ms, "
-        f"{hits(cache) - before:>6} blocks from Redis, breaker {remote['breaker']}, {remote['abandoned_blocks']} blocks of memory held by calls nobody waits for"
+        f"{name:<20} {turns:>6} turns, slowest {1000 * slowest_s:>5.0f} ms, "
+        f"{hits(cache) - before:>6} blocks from Redis, breaker {remote['breaker']}, "
+        f"{remote['abandoned_blocks']} blocks held by calls that nobody waits for"
     )
 
 
