@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import random
+import runpy
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.engine.remote_harness import RemoteCache
-from tests.servers import Server, redis_answers, redis_cluster, redis_server, until
+from tests.servers import Server, program, redis_answers, redis_cluster, redis_server, until
 
 from kvcache_factory import HierarchicalBackend, RemoteBackend
 from kvcache_factory.engine.ledger import Event
@@ -180,3 +182,14 @@ def test_an_engine_that_starts_while_the_server_is_away_says_so() -> None:
         server.kill()
         with pytest.raises(StoreError, match="start its server"), caches(server.url):
             pass
+
+
+def test_the_example_of_an_outage_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    """As a user would run it, in a hurry: every phase has turns, and nothing is wrong at the end."""
+    program("redis-server")
+    example = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "redis_outage.py"))
+    example["main"](0.5)
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 6
+    assert all(int(line.split(" turns")[0].split()[-1]) > 0 for line in lines[:5])
+    assert lines[5] == "problems found in the cache: none"
