@@ -54,6 +54,50 @@ def test_blocks_that_leave_in_the_background_are_written(opened: Any) -> None:
     assert left == len(cache.settled()) == cache.manager._ledger.total(Event.EVICTED, "cpu", "kept_below").blocks
 
 
+@pytest.mark.parametrize("connector", [{}, {"use_rdma": True, "use_mput_mget": True}], ids=str)
+def test_blocks_that_a_save_drives_out_are_written(opened: Any, connector: dict[str, bool]) -> None:
+    """EVICTED, at once and without waiting for the store: what left is there, and comes back byte for byte."""
+    cache = opened(sized_level(8, SPEC), ingestion="evicted", connector=connector)
+    conversations = [[1000 * n + i for i in range(32)] for n in range(3)]
+    for tokens in conversations:
+        assert cache.save(tokens) == 8
+        cache.settled()  # background demotion holds blocks for a moment, which a save would find fewer for
+    left = cache.manager._ledger.total(Event.EVICTED, "cpu").blocks
+    held = cache.manager._chain.tiers[0].index.ready
+    assert left + held == 24
+    assert len(cache.there()) == left == cache.total(Event.STORED)
+    reader = opened(connector=connector)
+    for tokens in conversations[:2]:
+        reader.fetch(tokens)
+        assert reader.load(tokens) == [0] * 8
+
+
+def test_a_save_never_drives_out_what_it_builds_on(opened: Any) -> None:
+    """The beginning of a conversation stays while its end is stored."""
+    cache = opened(sized_level(10, SPEC), ingestion="evicted")
+    cache.save([7] * 16)
+    cache.save(TOKENS[:16])
+    assert cache.save(TOKENS) == 4
+    assert cache.load(TOKENS) == [0] * 8
+
+
+def test_what_is_purged_on_its_way_out_does_not_stay(opened: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It left memory before it was written; its session ends meanwhile."""
+    cache = opened(sized_level(8, SPEC), ingestion="evicted")
+    cache.manager.create_session("secret")
+    cache.save(TOKENS, session="secret")
+    put = cache.level.store.put
+
+    def purging(*args: Any, **options: Any) -> Any:
+        cache.manager._end_session("secret", purge=True)  # as a thread of the engine would, at this moment
+        return put(*args, **options)
+
+    monkeypatch.setattr(cache.level.store, "put", purging)
+    cache.save([7] * 32)
+    keys = {cache.space.chain(TOKENS).key_bytes(i).hex().encode() for i in range(8)}
+    assert not keys & {name.rsplit(b"/", 1)[1] for name in cache.settled()}
+
+
 @pytest.mark.parametrize("connector", [{}, {"use_mput_mget": True}, {"use_rdma": True}], ids=str)
 @pytest.mark.parametrize("builder", ["ROLLING_HASH", "SIMPLE_HASH", "RAW"])
 def test_another_manager_finds_what_one_has_stored(opened: Any, connector: dict[str, bool], builder: str) -> None:

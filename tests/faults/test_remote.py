@@ -165,6 +165,19 @@ def test_a_write_that_hangs_holds_its_source(opened: Any) -> None:
     assert cache.manager.evict(8) == 8
 
 
+def test_a_save_that_drives_blocks_out_does_not_wait_for_the_store(opened: Any) -> None:
+    """EVICTED, and every write hangs: what leaves waits in slots of its own, and memory takes what is new."""
+    connector = faulty(always("put", Hang()))
+    cache = opened(sized_level(8, SPEC), ingestion="evicted", **HASTY, **hosting(connector))
+    for n in range(3):
+        assert cache.save([1000 * n + i for i in range(32)]) == 8
+        assert cache.manager.wait(60)
+    assert cache.total(Event.NOT_STORED, "timeout") >= 8
+    assert cache.total(Event.NOT_STORED, "transit_full") == 0
+    connector.let_go()
+    until(lambda: cache.manager.state()["remote"]["operations_in_flight"] == 0)
+
+
 def test_a_late_write_of_what_was_purged_does_not_stay(opened: Any) -> None:
     """Given up by its deadline, dropped with its session, and only then written: it is deleted again."""
     connector = faulty(always("put", Hang()))

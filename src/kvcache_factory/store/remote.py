@@ -9,7 +9,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Executor
 from typing import Any
 
@@ -20,6 +20,7 @@ from ..connector.base import Connector, ConnectorFeature, MemoryRegion, OptionsC
 from ..errors import KVCacheError, StoreError
 from ..memory.device import DeviceSlab
 from ..status import Status, StatusCodes
+from .answers import Answers, after, leading, together
 from .base import Operation, OutsideStore, SlotMemory, Slots
 from .breaker import Breaker
 from .lent import get_lent, put_lent
@@ -29,26 +30,10 @@ _log = logging.getLogger("kvcache_factory")
 LOG_EVERY_S = 60.0
 _PROBE = b"kvcache-factory/probe"
 Regions = MemoryRegion | Sequence[MemoryRegion]
-Work = Callable[[], Coroutine[Any, Any, "Answers"]]
+Work = Callable[[], Coroutine[Any, Any, Answers]]
 
-_WORDS = {
-    StatusCodes.NOT_FOUND: "absent",
-    StatusCodes.INVALID: "invalid",
-    StatusCodes.OUT_OF_MEMORY: "full",
-    StatusCodes.TIMEOUT: "timeout",
-    StatusCodes.DENIED: "denied",
-    StatusCodes.CANCELLED: "cancelled",
-}
 _HARMLESS = frozenset({"", "absent", "invalid", "full"})
 """Reasons that say nothing against the server."""
-
-
-class Answers(msgspec.Struct, frozen=True):
-    """How many leading blocks went well, and what came of the next."""
-
-    count: int
-    reason: str = ""
-    detail: str = ""
 
 
 class RemoteSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -270,7 +255,7 @@ class RemoteStore(OutsideStore):
         return await self._move("get", names, regions)
 
     async def _lent(self, way: Any, names: Sequence[bytes], regions: Sequence[Regions]) -> Answers:
-        return _leading(await way(self._open_connector, self._executor, names, regions))
+        return leading(await way(self._open_connector, self._executor, names, regions))
 
     async def _each(self, verb: str, names: Sequence[bytes]) -> Answers:
         """As many names together as belong to a batch, up to the first batch with a gap."""
@@ -279,8 +264,8 @@ class RemoteStore(OutsideStore):
         whole = isinstance(connector, OptionsConnector) and connector.batched_lookups
         for start in range(0, len(names), step):
             part = names[start : start + step]
-            asked = getattr(connector, f"m{verb}")(part) if whole else _together([single(name) for name in part])
-            done = _after(done, _leading(await asked))
+            asked = getattr(connector, f"m{verb}")(part) if whole else together([single(name) for name in part])
+            done = after(done, leading(await asked))
             if done.reason:
                 break
         return done
@@ -293,7 +278,7 @@ class RemoteStore(OutsideStore):
         for start in range(0, len(names), step):
             part = slice(start, start + step)
             pairs = zip(names[part], regions[part], strict=True)
-            done = _after(done, _leading(await _together([call(name, region) for name, region in pairs])))
+            done = after(done, leading(await together([call(name, region) for name, region in pairs])))
             if done.reason:
                 break
         return done
@@ -307,7 +292,7 @@ class RemoteStore(OutsideStore):
             found.update(zip(keys, answers, strict=False))
             if len(answers) != len(keys) or not all(isinstance(a, Status) and a.is_ok() for a in answers):
                 break
-        return _leading([found.get(name) for name in names])
+        return leading([found.get(name) for name in names])
 
     # -- breaker ------------------------------------------------------------------------------------------------------
 
@@ -388,23 +373,3 @@ def _tensors(memory: SlotMemory) -> list[Any]:
     if isinstance(memory, DeviceSlab) and memory.device != "cpu":
         return [memory.bytes_of(slot) for slot in range(memory.slots)]
     return [MemoryRegion(memory.view.reshape(-1)).slab]
-
-
-async def _together(calls: Sequence[Awaitable[Any]]) -> list[Any]:
-    """Every call to its end, exceptions as results: none may be running when its memory is given back."""
-    return list(await asyncio.gather(*calls, return_exceptions=True))
-
-
-def _leading(answers: Sequence[object]) -> Answers:
-    """What a list of statuses comes to; whatever else a connector returned is a failure."""
-    for count, answer in enumerate(answers):
-        if isinstance(answer, Status):
-            if answer.is_ok():
-                continue
-            return Answers(count, _WORDS.get(answer.error_code, "error"), str(answer))
-        return Answers(count, "error", f"{type(answer).__name__}: {answer}")
-    return Answers(len(answers))
-
-
-def _after(before: Answers, more: Answers) -> Answers:
-    return Answers(before.count + more.count, more.reason, more.detail)
