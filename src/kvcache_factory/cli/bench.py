@@ -49,7 +49,7 @@ OPTIONS = {
 }
 
 
-EXAMPLES = {"l2": "--connector REDIS --option url=redis://127.0.0.1:6379 "}
+EXAMPLES = {"l2": "--connector REDIS "}
 
 
 @click.group(epilog="Example: kvcache-factory bench l1 --quick --json")
