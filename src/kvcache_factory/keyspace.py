@@ -25,6 +25,7 @@ from .errors import ConfigError, LayoutError
 from .memory.agreement import Agreement
 from .memory.region import BlockPositions, Region
 from .observe.log import LimitedLog
+from .observe.profiling import Profiling, profile
 from .observe.record import Recorder
 from .policy.base import Importance, RequestHint, ReuseHint
 from .session import Session, SessionBook, current_session
@@ -48,6 +49,7 @@ class Context:
         self.sessions = sessions
         self.number = number
         self.recorder: Recorder | None = None
+        self.profiling: Profiling | None = None
         self.agreement: Agreement | None = None
         """What keeps the ranks of a tensor-parallel engine together."""
         self.bypassed = False
@@ -73,6 +75,18 @@ class Context:
         if self.recorder is not None:
             with self.guarded("record"):
                 self.recorder.close()
+
+    def begin_profiling(self) -> None:
+        """Push profiles of this process from now on, if the configuration says so."""
+        with self._lock:
+            if self.config.profiling_server and self.profiling is None:
+                self.profiling = profile(self.config.profiling_server)
+
+    def end_profiling(self) -> None:
+        """Push what is left, unless another manager goes on; idempotent."""
+        if self.profiling is not None:
+            with self.guarded("profile"):
+                self.profiling.end()
 
     def guarded(self, verb: str) -> Guard:
         """Count and log whatever is raised inside instead of letting it reach the engine; measure the time if asked."""
@@ -160,7 +174,8 @@ class KeySpace:
 
     def chain(self, tokens: Any = (), media: Sequence[MediaSpan] = ()) -> KeyChain:
         """The keys of *tokens* (list, array or tensor of integers); TokenError when they are not token ids."""
-        chain = KeyChain(self.identity, builder=self._context.config.key_builder, media=media)
+        config = self._context.config
+        chain = KeyChain(self.identity, builder=config.key_builder, media=media, max_tokens=config.max_tokens)
         chain.extend(tokens)
         return chain
 
@@ -386,6 +401,10 @@ class KeySpace:
             if self._context.chain.is_open:
                 ticket = self._context.chain.finding.refresh_if_stale()
         return ticket
+
+    def soon(self, work: Callable[[], object]) -> None:
+        """Run *work* now or, where a destructor asks in the middle of something, when the next verb has ended."""
+        self._context.soon(work)
 
     def drop(self, chain: KeyChain, first: int = 0) -> int:
         """Drop the blocks of *chain* from number *first* on, and all that was built on them; returns how many."""

@@ -5,12 +5,15 @@ They prove which calls are made and how answers are read, never that a vendor's 
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from collections.abc import Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+
+from kvcache_factory.testing.connectors import Call
 
 STANDINS = Path(__file__).parent / "standins"
 _NAMES = ("_shelf", "infinistore", "priskv", "hpkv", "hpkv.hpkv_client", "hpkv._hpkv", "eic")
@@ -35,3 +38,11 @@ def executor() -> Iterator[Executor]:
     """Threads for calls that block."""
     with ThreadPoolExecutor(4) as executor:
         yield executor
+
+
+@pytest.fixture
+def call() -> Iterator[Call]:
+    """Runs coroutines of a test, one after another."""
+    loop = asyncio.new_event_loop()
+    yield Call(loop, 60.0)
+    loop.close()

@@ -11,13 +11,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.servers import Server, make_certificates, redis_cluster, redis_server
+from tests.servers import Server, make_certificates, redis_answers, redis_cluster, redis_server, until
 
 from kvcache_factory.connector import Connector
 from kvcache_factory.connector.redis import RedisConnector, RedisOptions, redis_access
 from kvcache_factory.connector.redis_nodes import slot_of
 from kvcache_factory.connector.resp import Access, Address, RespConnection
 from kvcache_factory.errors import ConfigError
+from kvcache_factory.status import StatusCodes
 from kvcache_factory.testing.connectors import PAGE, Call, ConnectorTests, Memory
 
 PASSWORD = "correct horse battery staple"
@@ -245,6 +246,14 @@ def test_a_dead_node_costs_its_own_keys_only(executor: Executor, call: Call) -> 
         regions = [memory[number % 4] for number in range(60)]
         assert [status.is_ok() for status in call(connector.mget(keys, regions))] == there
         assert [status.is_ok() for status in call(connector.mput(keys, regions))] == there
+        codes = {status.error_code for status in call(connector.mget(keys, regions))}
+        assert codes == {StatusCodes.OK, StatusCodes.NOT_FOUND}  # a miss is no failure: the others are to be asked on
+        for server in servers[1:]:
+            server.kill()
+        assert not any(s.error_code is StatusCodes.NOT_FOUND for s in call(connector.mget(keys, regions)))
+        for server in servers:
+            server.start()
+        until(lambda: all(s.is_ok() for s in call(connector.mput(keys, regions))), "all of them are used again")
         connector.close()
 
 
@@ -259,8 +268,6 @@ def test_a_restarted_server_is_used_again(executor: Executor, call: Call) -> Non
         refused = call(connector.put(b"key", memory[0]))
         assert refused.is_error()
         server.start()
-        from tests.servers import redis_answers, until
-
         until(lambda: redis_answers(server.port), "the server is back")
         until(lambda: call(connector.put(b"key", memory[0])).is_ok(), "the server is used again")
         connector.close()

@@ -33,20 +33,17 @@ class TestSharedFiles(ConnectorTests):
         """0600 and 0700, whatever the umask."""
         before = os.umask(0)
         try:
-            connector, memory = shfs(executor, tmp_path / "root"), Memory(PAGE)
+            connector, memory = shfs(executor, tmp_path / "new" / "root"), Memory(PAGE)
             assert connector.open().is_ok()
             assert call(connector.put(b"key", memory[0])).is_ok()
         finally:
             os.umask(before)
-        modes = (
-            {stat.S_IMODE(path.stat().st_mode) for path in connector.path.rglob("*") if path.is_file()},
-            {
-                stat.S_IMODE(path.stat().st_mode)
-                for path in (connector.path, *connector.path.rglob("*"))
-                if path.is_dir()
-            },
-        )
-        assert modes == ({0o600}, {0o700})
+        made = list((tmp_path / "new").rglob("*"))
+        modes = [
+            {stat.S_IMODE(path.stat().st_mode) for path in made if path.is_file()},
+            {stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "new", *made) if path.is_dir()},
+        ]
+        assert modes == [{0o600}, {0o700}]
 
     @pytest.mark.parametrize("key", [b"../../escape", b"/etc/passwd", b"..", b"\0", b"a" * 5000, b""])
     def test_no_key_leads_out_of_the_directory(

@@ -348,6 +348,8 @@ class OptionsConnector(Connector[bytes, None]):
     """Base of connectors with typed options; the environment and configurations both lead to :meth:`from_options`."""
 
     Options: ClassVar[type[ConnectorOptions]] = ConnectorOptions
+    batched_lookups: ClassVar[bool] = False
+    """Whether ``mexists(keys)`` and ``mdelete(keys)`` are there: one call, and one status for each key."""
 
     @classmethod
     def from_envs(cls, conn_id: str, executor: Executor, **kwargs: Any) -> OptionsConnector:

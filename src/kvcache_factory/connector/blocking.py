@@ -63,6 +63,8 @@ class BlockingConnector(OptionsConnector):
     the whole batch.
     """
 
+    batched_lookups = True
+
     def __init__(self, conn_id: str, executor: Executor, options: Any) -> None:
         self.conn_id = conn_id
         self.executor = executor

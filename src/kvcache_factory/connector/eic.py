@@ -31,7 +31,10 @@ class EICOptions(ConnectorOptions, frozen=True, kw_only=True):
 
 
 class EICSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What the YAML file says: the server, the client's threads, logs and transport, and how values are kept."""
+    """What the YAML file says: the server, the client's logs and transport, and how values are kept.
+
+    ``eic_thread_num`` is accepted as in AIBrix; the client has no setting for it.
+    """
 
     remote_url: str
     eic_instance_id: str

@@ -73,12 +73,12 @@ class HelperOptions(ConnectorOptions, frozen=True, kw_only=True):
 
     Attributes:
         timeout_s: longest that a batch may take before the helper is killed, in seconds.
-        start_timeout_s: the same for starting the helper and connecting.
+        start_timeout_s: the same for starting the helper and connecting; a level gives up opening after 10 seconds.
         copy_mb: size of the area for memory that cannot be shared, in MiB; a batch must fit in.
     """
 
     timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 5.0
-    start_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 30.0
+    start_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 8.0
     copy_mb: Annotated[int, msgspec.Meta(ge=1)] = 128
 
 

@@ -18,7 +18,7 @@ from ..errors import ConfigError
 from ..status import Status, StatusCodes
 from .base import ConnectorOptions, MemoryRegion, Secret
 from .blocking import BlockingConnector, Call, Statuses, found, status_of, wrong_length
-from .redis_nodes import Answer, Nodes, Request
+from .redis_nodes import Answer, Away, Nodes, Request
 from .resp import Access, Address, ServerError, command, set_command
 
 _SCHEMES = ("redis", "rediss", "unix")
@@ -29,6 +29,8 @@ _MEANING = {
     "NOPERM": StatusCodes.DENIED,
     "WRONGTYPE": StatusCodes.INVALID,
 }
+
+_NO_ROOM: Status[Any] = Status(StatusCodes.OUT_OF_MEMORY, "the server that owns this key is away")
 
 Positive = Annotated[float, msgspec.Meta(gt=0)]
 
@@ -65,6 +67,7 @@ class RedisOptions(ConnectorOptions, frozen=True, kw_only=True):
 class RedisConnector(BlockingConnector):
     """A Redis server or cluster; offers batches.
 
+    While other servers of a cluster answer, keys of one that does not are misses, and puts of them OUT_OF_MEMORY.
     Values larger than 512 MiB are INVALID: the server refuses them.  Raises ConfigError for a URL that is none, and for
     files of certificates that cannot be read.
     """
@@ -90,30 +93,33 @@ class RedisConnector(BlockingConnector):
         self._nodes.close()
 
     def exists_all(self, call: Call, keys: Sequence[bytes]) -> Statuses:
-        return self._ask(call, [Request(key, [command("EXISTS", key)]) for key in keys], _exists_status)
+        return self._ask(call, [Request(key, [command("EXISTS", key)]) for key in keys], _exists_status, found(False))
 
     def get_all(self, call: Call, keys: Sequence[bytes], mrs: Sequence[MemoryRegion]) -> Statuses:
         requests = [Request(key, [command("GET", key)], view=mr.view) for key, mr in zip(keys, mrs, strict=True)]
-        return self._ask(call, requests, _get_status)
+        return self._ask(call, requests, _get_status, found(False))
 
     def put_all(self, call: Call, keys: Sequence[bytes], mrs: Sequence[MemoryRegion]) -> Statuses:
         requests = [Request(key, set_command(key, mr.view, self._ttl_s)) for key, mr in zip(keys, mrs, strict=True)]
-        return self._ask(call, requests, _done_status)
+        return self._ask(call, requests, _done_status, _NO_ROOM)
 
     def delete_all(self, call: Call, keys: Sequence[bytes]) -> Statuses:
-        return self._ask(call, [Request(key, [command("UNLINK", key)]) for key in keys], _done_status)
+        return self._ask(call, [Request(key, [command("UNLINK", key)]) for key in keys], _done_status, Status())
 
     def status_of(self, error: Exception) -> Status[Any]:
         if isinstance(error, ServerError):
             return Status(_MEANING.get(error.code, StatusCodes.ERROR), error)
         return status_of(error)
 
-    def _ask(self, call: Call, requests: list[Request], status: Any) -> Statuses:
-        answers = self._nodes.ask(call, requests)
-        return [
-            self.status_of(answer) if isinstance(answer, Exception) else status(request, answer)
-            for request, answer in zip(requests, answers, strict=True)
-        ]
+    def _ask(self, call: Call, requests: list[Request], status: Any, away: Status[Any]) -> Statuses:
+        """A status for each request; *away* where its server is, while others are there: no reason to ask none."""
+        statuses: Statuses = []
+        for request, answer in zip(requests, self._nodes.ask(call, requests), strict=True):
+            if isinstance(answer, Away):
+                statuses.append(away)
+            else:
+                statuses.append(self.status_of(answer) if isinstance(answer, Exception) else status(request, answer))
+        return statuses
 
 
 def _exists_status(_: Request, answer: Answer) -> Status[Any]:

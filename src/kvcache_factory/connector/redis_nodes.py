@@ -21,12 +21,21 @@ from .resp import Access, Address, RespConnection, ServerError, command
 
 SLOTS = 16384
 _ROUNDS = 5  # redirections that one request may take
-_RETRY_S = 1.0  # a server that refused a connection is left alone for so long
+_LOOK_S = 1.0  # least time between two questions about who owns what
+_LEFT_ALONE_S = (0.5, 30.0)  # a server of a cluster that failed is not asked: after the first time, and at most
 _MOST_SERVERS = 16  # asked at the same time
 _MOVING = ("MOVED", "ASK", "TRYAGAIN")
 
 Answer: TypeAlias = Any
 """A reply, the length of a value that was received, or an exception as a value."""
+
+
+class Away(ConnectionError):
+    """The owner of the key cannot be asked, while other servers of its cluster can."""
+
+
+class LeftAlone(ConnectionError):
+    """The server has failed a moment ago and is not asked now."""
 
 
 class Request(msgspec.Struct):
@@ -38,10 +47,15 @@ class Request(msgspec.Struct):
 
 
 class Server:
-    """The connections to one server; as many as batches are on their way at once."""
+    """The connections to one server; as many as batches are on their way at once.
+
+    One of several, *in_cluster*, is left alone for a while when it fails, so that it costs the others no time.
+    """
 
     def __init__(self, address: Address, access: Access) -> None:
         self.address = address
+        self.in_cluster = False
+        self.failures = 0
         self._access = access
         self._idle: list[RespConnection] = []
         self._lock = threading.Lock()
@@ -64,9 +78,19 @@ class Server:
                 self.forget()
                 connection, _ = self._take()
                 self._pipeline(call, connection, requests, asking, answers)
-        except (OSError, ServerError) as error:
+            self.failures = 0
+        except OSError as error:
+            if not isinstance(error, LeftAlone) and not call.cancelled:
+                self._failed()
+            answers += [error] * (len(requests) - len(answers))
+        except ServerError as error:  # it answers, but does not let us in
             answers += [error] * (len(requests) - len(answers))
         return answers
+
+    def _failed(self) -> None:
+        first_s, most_s = _LEFT_ALONE_S
+        self._down_until_s = time.monotonic() + min(first_s * 2**self.failures, most_s)
+        self.failures = min(self.failures + 1, 16)
 
     def _pipeline(
         self, call: Call, connection: RespConnection, requests: Sequence[Request], asking: bool, answers: list[Answer]
@@ -89,15 +113,11 @@ class Server:
         with self._lock:
             if self._closed:
                 raise ConnectionError(f"the connector to {self.address} is closed")
+            if self.in_cluster and self.failures and time.monotonic() < self._down_until_s:
+                raise LeftAlone(f"{self.address} has failed a moment ago")
             if self._idle:
                 return self._idle.pop(), True
-            if time.monotonic() < self._down_until_s:
-                raise ConnectionRefusedError(f"{self.address} refused a connection a moment ago")
-        try:
-            return RespConnection(self.address, self._access), False
-        except OSError:
-            self._down_until_s = time.monotonic() + _RETRY_S
-            raise
+        return RespConnection(self.address, self._access), False
 
     def _give(self, connection: RespConnection, usable: bool) -> None:
         with self._lock:
@@ -129,7 +149,7 @@ class Nodes:
         self._servers: dict[Address, Server] = {}
         self._owners: list[Server | None] = []  # of each slot; empty where the server is alone
         self._stale = True
-        self._looked_s = -_RETRY_S  # so that the first look is never too early
+        self._looked_s = -_LOOK_S  # so that the first look is never too early
         self._pool: ThreadPoolExecutor | None = None
 
     def open(self) -> None:
@@ -145,7 +165,7 @@ class Nodes:
         """Close all connections; idempotent."""
         with self._lock:
             servers, self._servers, self._owners = list(self._servers.values()), {}, []
-            self._stale, self._looked_s = True, -_RETRY_S
+            self._stale, self._looked_s = True, -_LOOK_S
             pool, self._pool = self._pool, None
         for server in servers:
             server.close()
@@ -166,7 +186,14 @@ class Nodes:
             todo = self._redirected(answers)
             if not todo or call.cancelled:
                 break
-        return answers
+        return self._apart(answers)
+
+    def _apart(self, answers: list[Answer]) -> list[Answer]:
+        """Failures of single servers told apart from the failure of all of them."""
+        servers = set(self._owners)
+        if not any(server is not None and not server.failures for server in servers):
+            return answers
+        return [Away(str(answer)) if isinstance(answer, OSError) else answer for answer in answers]
 
     def _round(self, call: Call, requests: Sequence[Request], todo: Any, answers: list[Answer]) -> None:
         """Ask each server its part, all at the same time; the first of them on this thread."""
@@ -207,7 +234,7 @@ class Nodes:
     def _look(self) -> None:
         """Read who owns what; at most once in a while."""
         now = time.monotonic()
-        if now - self._looked_s < _RETRY_S:
+        if now - self._looked_s < _LOOK_S:
             return
         self._looked_s = now
         problem: Exception = ConnectionError("no server to ask")
@@ -231,6 +258,7 @@ class Nodes:
             for first, last, master, *_ in ranges:
                 host = (master[0] or b"").decode() or asked.host
                 server = self._server(Address(host, int(master[1])))
+                server.in_cluster = True
                 owners[first : last + 1] = [server] * (last + 1 - first)
             self._owners = owners
             self._stale = False

@@ -22,6 +22,9 @@ Reply: TypeAlias = Any
 _MAX_BUFFERS = 512  # of one system call; the system's limit is 1024
 _MAX_LINE = 64 << 10
 _MAX_BULK = 512 << 20  # the server's own limit
+_MAX_REPLY = 64 << 20  # of what is not received into the caller's memory
+_MAX_ITEMS = 1 << 20
+_MAX_DEPTH = 8
 _DRAIN = 1 << 20
 _PEEK = 64
 
@@ -112,22 +115,22 @@ class RespConnection:
             while rest:
                 rest = _after(rest, _in_time(self._socket.sendmsg, rest))
 
-    def reply(self) -> Reply:
-        """The next answer, whole."""
+    def reply(self, depth: int = 0) -> Reply:
+        """The next answer, whole; ConnectionError for one that is larger or deeper than anything that is asked for."""
         line = self._line()
         kind, text = line[:1], line[1:]
         if kind == b"+":
-            return text.decode()
+            return text.decode(errors="replace")
         if kind == b"-":
             return ServerError(text.decode(errors="replace"))
-        if kind == b":" and text.lstrip(b"-").isdigit():
+        if kind == b":" and _is_number(text):
             return int(text)
         if kind == b"$":
-            size = _size(text)
+            size = _size(text, _MAX_REPLY)
             return None if size < 0 else self._exactly(size + 2)[:-2]
-        if kind == b"*":
-            count = _size(text)
-            return None if count < 0 else [self.reply() for _ in range(count)]
+        if kind == b"*" and depth < _MAX_DEPTH:
+            count = _size(text, _MAX_ITEMS)
+            return None if count < 0 else [self.reply(depth + 1) for _ in range(count)]
         raise ConnectionError(f"{self.address} does not speak the protocol of Redis")
 
     def reply_into(self, view: memoryview) -> int | ServerError:
@@ -140,7 +143,7 @@ class RespConnection:
             return ServerError(line[1:].decode(errors="replace"))
         if line[:1] != b"$":
             raise ConnectionError(f"{self.address} answered a GET with {line[:1]!r}")
-        size = _size(line[1:])
+        size = _size(line[1:], _MAX_BULK)
         if size == len(view):
             self._fill(view)
             self._fill(memoryview(bytearray(2)))
@@ -243,11 +246,15 @@ def _some(data: bytes, address: Address) -> bytes:
     return data
 
 
-def _size(text: bytes) -> int:
-    size = int(text) if text.lstrip(b"-").isdigit() else _MAX_BULK + 1
-    if size > _MAX_BULK:
-        raise ConnectionError(f"a reply of size {text[:20]!r} is none that the protocol allows")
+def _size(text: bytes, most: int) -> int:
+    size = int(text) if _is_number(text) else most + 1
+    if size > most:
+        raise ConnectionError(f"a reply of size {text[:20]!r} is none that was asked for")
     return size
+
+
+def _is_number(text: bytes) -> bool:
+    return len(text) < 20 and text.removeprefix(b"-").isdigit()
 
 
 def _after(buffers: Iterable[bytes | memoryview], count: int) -> list[bytes | memoryview]:

@@ -165,9 +165,11 @@ def private_directory(root: str, conn_id: str) -> Path:
 
 
 def make_private(path: Path) -> None:
-    """Make *path* a directory of mode 0700; ConfigError where that cannot be."""
+    """Make *path*, and what is missing above it, directories of mode 0700; ConfigError where that cannot be."""
     try:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for directory in [*reversed(path.parents), path]:
+            if not directory.is_dir():
+                directory.mkdir(mode=0o700, exist_ok=True)
         with contextlib.suppress(PermissionError):  # another user's, who lets us in
             os.chmod(path, 0o700)
     except OSError as error:

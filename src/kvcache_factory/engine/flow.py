@@ -20,6 +20,7 @@ from .lasting import LastingTier
 from .ledger import Event
 from .remote import RemoteLevel
 from .roots import Roots
+from .stages import Stages
 from .table import Keys, Rows
 from .tier import Ingestion, Tier
 from .transit import Transit
@@ -43,6 +44,8 @@ class FlowSettings(msgspec.Struct, frozen=True):
     """Age of what is known of other processes' blocks at which a look-up has it renewed in the background."""
     io_threads: int = 1
     """Background threads."""
+    measure_stages: bool = False
+    """Measure the time of each stage of an operation."""
     max_pending_jobs: int = 256
     """Background jobs that may wait in each lane."""
 
@@ -71,6 +74,8 @@ class Flow:
         self._passing: Transit | None = None
         self._fetchers: dict[int, Fetcher] = {}
         self.remote: RemoteLevel | None = None
+        self.stages: Stages
+        """What measures the stages of operations."""
         self.io = io or IOPool(settings.io_threads, settings.max_pending_jobs, on_error)
         for tier in tiers:
             tier.policy.use_worker(self._in_background)

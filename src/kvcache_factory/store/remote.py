@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from ..block.spec import BlockSpec
-from ..connector.base import Connector, ConnectorFeature, MemoryRegion
+from ..connector.base import Connector, ConnectorFeature, MemoryRegion, OptionsConnector
 from ..errors import KVCacheError, StoreError
 from ..memory.device import DeviceSlab
 from ..status import Status, StatusCodes
@@ -258,11 +258,14 @@ class RemoteStore(OutsideStore):
         return leading(await way(self._open_connector, self._executor, names, regions))
 
     async def _each(self, verb: str, names: Sequence[bytes]) -> Answers:
-        """A call for each name, as many together as belong to a batch, up to the first batch with a gap."""
-        call = getattr(self._open_connector, verb)
-        step, done = self.settings.op_batch, Answers(0)
+        """As many names together as belong to a batch, up to the first batch with a gap."""
+        connector, step, done = self._open_connector, self.settings.op_batch, Answers(0)
+        single = getattr(connector, verb)
+        whole = isinstance(connector, OptionsConnector) and connector.batched_lookups
         for start in range(0, len(names), step):
-            done = after(done, leading(await together([call(name) for name in names[start : start + step]])))
+            part = names[start : start + step]
+            asked = getattr(connector, f"m{verb}")(part) if whole else together([single(name) for name in part])
+            done = after(done, leading(await asked))
             if done.reason:
                 break
         return done

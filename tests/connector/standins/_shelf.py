@@ -17,7 +17,9 @@ def _directory() -> Path:
 def _file(name: str) -> Path:
     if "misbehave/crash" in name:
         os.kill(os.getpid(), signal.SIGSEGV)
-    if "misbehave/freeze" in name:  # with the interpreter's lock, as a client in C does
+    if (
+        "misbehave/freeze" in name or (_directory() / "FROZEN").exists()
+    ):  # with the interpreter's lock, as a client in C does
         ctypes.PyDLL(None).sleep(600)
     return _directory() / hashlib.sha256(name.encode()).hexdigest()
 
