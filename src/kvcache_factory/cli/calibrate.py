@@ -9,7 +9,7 @@ import click
 from .output import emit, json_option, progress_bar
 
 
-@click.command(epilog="Example: kvcache-factory calibrate --model ./SmolLM2-135M-Instruct --text corpus.txt --out .")
+@click.command(epilog="Example: kvcache-factory calibrate --model ./my-model --text corpus.txt")
 @click.option(
     "--model",
     type=click.Path(exists=True, file_okay=False, path_type=Path),

@@ -9,7 +9,7 @@ import click
 from .output import emit, json_option, progress_bar
 
 
-@click.command(epilog="Example: kvcache-factory quality --method int8 --method pca:step=0.5 --plot quality.png")
+@click.command(epilog="Example: kvcache-factory quality --method int8 --plot quality.png")
 @click.option(
     "--method",
     "methods",
