@@ -23,6 +23,7 @@ TABLES = {
         "Wall time, four threads, ratio to fio psync with four jobs where fio is installed, else to a probe.",
     ),
     "policy": ("Cost of eviction policies.", "CPU time a block that is asked for, in a full index, and bytes a row."),
+    "ledger": ("Cost of counting.", "CPU time of an L1 get with counts, and with durations too, by that without."),
     "index": ("Memory and eviction of the index.", "Bytes a block, and eviction with half of the entries leased."),
 }
 OPTIONS = {

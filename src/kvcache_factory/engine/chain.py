@@ -33,6 +33,8 @@ from .seen import Seen
 from .table import Keys
 from .tier import Tier
 
+REUSABLE, SERVED = Event.REUSABLE, Event.SERVED  # Python 3.11 takes long to look up a member
+
 
 class TierChain:
     """An ordered list of tiers: opened and closed together; *finding*, *loading* and *saving* are its verbs.
@@ -245,12 +247,12 @@ class TierChain:
         """A request has ended: what there was of its history, and what became of that."""
         if not usage.reusable:
             return
-        count, served = self.ledger.add, min(usage.served, usage.found)
-        count(MANAGER, Event.REUSABLE, usage.reusable)
-        if served:
-            count(MANAGER, Event.SERVED, served)
+        served = min(usage.served, usage.found)
+        self.ledger.add_both(MANAGER, REUSABLE, SERVED, usage.reusable, served)
+        if served == usage.reusable:
+            return
         chosen = min(usage.chosen, usage.found - served)
         rest = {"chosen": chosen, "not_loaded": usage.found - served - chosen, "gone": usage.reusable - usage.found}
         for reason, blocks in rest.items():
             if blocks:
-                count(MANAGER, Event.RECOMPUTED, blocks, reason=reason)
+                self.ledger.add(MANAGER, Event.RECOMPUTED, blocks, reason=reason)

@@ -156,7 +156,7 @@ class LastingTier(Tier):
         roots: Roots,
     ) -> None:
         super().__init__(name, store, policy, budget_bytes, ledger, clock)
-        store.report_to(lambda reason, times: ledger.add(name, Event.ERROR, times, reason=reason))
+        store.report_to(lambda reason, times: ledger.add(name, Event.STORE_ERROR, times, reason=reason))
         self._roots = roots
         self._refreshed_s = clock()
         self.refreshing = False

@@ -14,6 +14,8 @@ from .ledger import MANAGER, Event, Ledger
 from .mover import Mover
 from .tier import Tier
 
+LOADED = Event.LOADED  # Python 3.11 takes long to look up a member
+
 
 class Loading:
     """The verb *load* over the tiers of a chain."""
@@ -55,7 +57,7 @@ class Loading:
                 got = self._load_stored(match, segment, wanted, region, part)
             if self.ledger.timed:
                 self.ledger.observe(tier.name, "load", time.perf_counter() - begun)
-            tier.count(Event.LOADED, got)
+            tier.count(LOADED, got)
             loaded += got
             if got < len(segment.rows):
                 break

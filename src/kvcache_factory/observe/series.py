@@ -106,7 +106,7 @@ def _event(row: Mapping[str, Any], block_tokens: int, policies: Mapping[str, str
         yield Series("evicted_blocks_total", (tier, policies.get(tier, ""), reason), blocks)
     elif event in ("demoted", "promoted"):
         yield Series("moved_blocks_total", (tier, event), blocks)
-    elif event == "error" and tier != ALL:
+    elif event == "store_error":
         yield Series("store_errors_total", (tier, reason), blocks)
     elif event == "error":
         yield Series("errors_total", (reason,), row["times"])
