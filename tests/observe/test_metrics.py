@@ -18,7 +18,7 @@ from kvcache_factory import CacheManager
 from kvcache_factory.engine.ledger import MANAGER, Event
 from kvcache_factory.observe.catalog import CATALOG
 from kvcache_factory.observe.metrics import MOST_SERIES, ManagerCollector, asgi_app, wsgi_app
-from kvcache_factory.testing import Opener, open_cache  # noqa: F401  a fixture
+from kvcache_factory.testing import Opener
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "metrics.md"
 PROMTOOL = shutil.which("promtool")

@@ -22,7 +22,7 @@ import pytest
 
 from kvcache_factory import CacheManager, ConfigError
 from kvcache_factory.observe import port as port_module
-from kvcache_factory.testing import Opener, open_cache  # noqa: F401  a fixture
+from kvcache_factory.testing import Opener
 
 PROMETHEUS = shutil.which("prometheus")
 PATIENCE_S = 60.0

@@ -11,7 +11,21 @@ from .. import __version__
 from ..errors import KVCacheError
 from .output import debugging
 
-COMMANDS = ("bench", "demo", "doctor", "inspect", "plan", "purge", "replay", "verify")
+COMMANDS = (
+    "bench",
+    "bypass",
+    "dashboard",
+    "demo",
+    "doctor",
+    "inspect",
+    "plan",
+    "purge",
+    "replay",
+    "reset",
+    "state",
+    "top",
+    "verify",
+)
 
 
 class CleanError(click.ClickException):
