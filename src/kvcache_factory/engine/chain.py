@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -34,6 +35,13 @@ from .table import Keys
 from .tier import Tier
 
 REUSABLE, SERVED = Event.REUSABLE, Event.SERVED  # Python 3.11 takes long to look up a member
+
+
+class Dropped(NamedTuple):
+    """What was dropped, in all tiers together."""
+
+    blocks: int
+    nbytes: int
 
 
 class TierChain:
@@ -184,14 +192,17 @@ class TierChain:
             dropped += tier.drop(rows[rows >= 0], reason)
         return dropped
 
-    def drop_unshared(self, keys: Keys, reason: str, wipe: bool = False) -> int:
+    def drop_unshared(self, keys: Keys, reason: str, wipe: bool = False) -> Dropped:
         """Drop the blocks of *keys* ``[n, 2]`` that nothing else is built on, from every tier; copies on their way too.
 
         *wipe*: stores overwrite their bytes.
         """
-        if not self.is_open:
-            return 0
-        return sum(tier.drop_unshared(keys, reason, wipe) for tier in self._tiers_twice())
+        blocks = nbytes = 0
+        for tier in self._tiers_twice() if self.is_open else ():
+            gone = tier.drop_unshared(keys, reason, wipe)
+            blocks += gone
+            nbytes += gone * tier.block_bytes
+        return Dropped(blocks, nbytes)
 
     def _tiers_twice(self) -> list[Tier]:
         """For dropping: a copy that began before the first look ends before the second, or sees its source gone."""
