@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -148,6 +149,8 @@ class KeySpace:
         self.identity = identity
         self._context = context
         self.root = root
+        context.chain.roots.hold(root)
+        weakref.finalize(self, context.chain.roots.let_go, root).atexit = False
 
     @property
     def block_tokens(self) -> int:
@@ -195,8 +198,7 @@ class KeySpace:
             limit = min(limit, max(max_tokens, 0) // self.block_tokens)
         match = Match(request_id, reason=context.why_not)
         with context.guarded("match"):
-            owner = session if session is not None else current_session(context.number)
-            hint = RequestHint(reuse=reuse_hint, total_blocks=chain.num_blocks, session=owner or "")
+            hint = self._hint(session, reuse_hint, total_blocks=chain.num_blocks)
             if context.serving:
                 self._require(chain)
                 match = context.chain.finding.match(chain, self.root, request_id, limit, Fidelity.EXACT, hint)
@@ -207,7 +209,8 @@ class KeySpace:
         if context.recorder is not None:
             with context.guarded("record"):
                 owner = session if session is not None else current_session(context.number)
-                context.recorder.asked(request_id, chain.keys, chain.num_tokens, owner, reuse_hint)
+                said = self._hint(session, reuse_hint).reuse
+                context.recorder.asked(request_id, chain.keys, chain.num_tokens, owner, said)
         return match
 
     def load(self, match: Match, region: Region, positions: BlockPositions) -> int:
@@ -249,12 +252,11 @@ class KeySpace:
             count = min(len(positions), chain.num_blocks - first)
             if self._context.serving and count > 0:
                 self._require(chain, region)
-                owner = session if session is not None else current_session(self._context.number)
-                hint = RequestHint(
-                    reuse=reuse_hint,
+                hint = self._hint(
+                    session,
+                    reuse_hint,
                     total_blocks=chain.num_blocks,
                     first_block=first,
-                    session=owner or "",
                     output_tokens=output_tokens,
                     importance=self._importance(chain, importance, text),
                 )
@@ -288,16 +290,18 @@ class KeySpace:
             count = min(count, chain.num_blocks - first)
             if self._context.serving and count > 0:
                 self._require(chain)
-                hint = RequestHint(reuse=reuse_hint, total_blocks=chain.num_blocks, first_block=first)
+                hint = self._hint(session, reuse_hint, total_blocks=chain.num_blocks, first_block=first)
                 plan = self._context.chain.saving.plan_save(chain, self.root, first, count, tag, Fidelity.EXACT, hint)
                 self._charge(session, chain, first + count)
         return plan if plan is not None and len(plan.rows) else None
 
-    def finish_save(self, plan: SavePlan, filled: int, *, reuse_hint: ReuseHint = "unknown") -> None:
+    def finish_save(
+        self, plan: SavePlan, filled: int, *, session: str | None = None, reuse_hint: ReuseHint = "unknown"
+    ) -> None:
         """End a plan: its leading *filled* rows hold their blocks, the others are given back."""
         with self._context.guarded("save"):
             if self._context.chain.is_open:
-                self._context.chain.saving.finish_save(plan, filled, RequestHint(reuse=reuse_hint))
+                self._context.chain.saving.finish_save(plan, filled, self._hint(session, reuse_hint))
 
     def holds(self, match: Match) -> bool:
         """Whether the lease of *match* is still there."""
@@ -336,12 +340,20 @@ class KeySpace:
                 self._context.recorder.ended(request_id, output_tokens)
         return released
 
-    def prefetch(self, chain: KeyChain) -> Ticket | None:
-        """Start to bring what slower tiers hold of *chain* to the first tier; None when there is nothing to do."""
+    @property
+    def asks_remotely(self) -> bool:
+        """Whether there is a remote level, which only :meth:`prefetch` asks; :meth:`peek` knows nothing of it."""
+        return self._context.chain.remote is not None
+
+    def prefetch(self, chain: KeyChain, wait_s: float | None = None) -> Ticket | None:
+        """Start to bring what slower levels hold of *chain* to memory; None when there is nothing to do.
+
+        *wait_s*: seconds after which the caller will not wait any more, a deadline for what comes from a remote level.
+        """
         ticket = None
         with self._context.guarded("prefetch"):
             if self._context.serving:
-                ticket = self._context.chain.finding.prefetch(chain, self.root)
+                ticket = self._context.chain.finding.prefetch(chain, self.root, wait_s)
         return ticket
 
     def refresh(self) -> Ticket | None:
@@ -355,6 +367,14 @@ class KeySpace:
     def drop(self, chain: KeyChain, first: int = 0) -> int:
         """Drop the blocks of *chain* from number *first* on, and all that was built on them; returns how many."""
         return self._context.chain.drop(chain, first) if self._context.chain.is_open else 0
+
+    def _hint(self, session: str | None, reuse: ReuseHint, **known: Any) -> RequestHint:
+        """What is known of a request; what it does not say about its session's return, the session may."""
+        owner = session if session is not None else current_session(self._context.number)
+        if reuse == "unknown" and owner:
+            found = self._context.sessions.find(owner)
+            reuse = found.reuse_hint if found is not None else reuse
+        return RequestHint(reuse=reuse, session=owner or "", **known)
 
     def _importance(self, chain: KeyChain, given: Any, text: str | None) -> Any:
         scorer = self._context.scorer

@@ -187,6 +187,7 @@ class CacheManager:
         with self._context.guarded("note"):
             leave_notes(self.config.backend, identity)
         warm_up_in_background()
+        self._chain.finding.forget_idle_roots()
         # Roots are negative, so that they cannot be taken for rows; -1 means "no parent" and is nobody's.
         root = self._chain.roots.number(root_key(identity, self.config.key_builder), identity.digest, known=True)
         return KeySpace(self._context, spec, identity, root, owner=self)
@@ -269,6 +270,10 @@ class CacheManager:
             self._context.log.info("session_closed", text, **fields, requests=session.requests, purged=purge)
         for remote in self._remotes:
             remote.call("destroy_session", session_id, purge)
+
+    def dismiss_session(self, session_id: str) -> bool:
+        """Stop accounting for a session; its blocks stay, charged to nobody.  False when there is none."""
+        return self._sessions.dismiss(session_id)
 
     # -- running it ---------------------------------------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from .engine.table import KeyCounts, Keys
 from .errors import ConfigError, SessionExistsError, UnknownSessionError
+from .policy.base import RequestHint, ReuseHint
 
 History = Literal["auto", "append", "none"]
 """What adapters put in front of a text prompt: the conversation so far, unless the prompt has it (auto); always; never.
@@ -46,6 +47,7 @@ class Session:
     def __init__(self, session_id: str) -> None:
         self.id = session_id
         self.data: dict[str, Any] = {}
+        self._reuse_hint: ReuseHint = "unknown"
         self.created_s = time.time()
         self.last_used_s = self.created_s
         self.requests = 0
@@ -56,6 +58,17 @@ class Session:
         self.prune_at = PRUNE_AT
         self.purged: bool | None = None
         """None while the session lives; then whether its blocks were to be overwritten."""
+
+    @property
+    def reuse_hint(self) -> ReuseHint:
+        """Whether the session will be back, for policies: ``"unknown"``, ``"returns"``, ``"tool_pending"`` (soon) or
+        ``"ended"``.  Holds for the requests of the session that do not say it themselves; ConfigError for other words.
+        """
+        return self._reuse_hint
+
+    @reuse_hint.setter
+    def reuse_hint(self, said: ReuseHint) -> None:
+        self._reuse_hint = RequestHint(reuse=said).reuse
 
     def __repr__(self) -> str:
         return f"Session({self.id!r}, requests={self.requests}, reused_tokens={self.reused_tokens})"
@@ -139,6 +152,15 @@ class SessionBook:
             keys = self.clear(session_id)
             self._sessions.pop(session_id).purged = purge
             return keys
+
+    def dismiss(self, session_id: str) -> bool:
+        """Remove a session and leave its blocks to whoever else finds them; False when there is none."""
+        with self._lock:
+            known = session_id in self._sessions
+            if known:
+                self.clear(session_id)
+                del self._sessions[session_id]
+            return known
 
     def used(self, session_id: str, asked_tokens: int, reused_tokens: int) -> None:
         """Note a request of a session."""

@@ -26,6 +26,7 @@ def state_of(config: ManagerConfig, chain: TierChain, ledger: Ledger, sessions: 
         "compression": "none",
         "block_tokens": tokens,
         "tiers": [_tier(chain, number) for number in range(len(chain.tiers))],
+        "remote": chain.remote.state() if chain.remote is not None else None,
         "leases": len(chain.leases),
         "sessions": [{**row, "bytes": row["blocks"] * block_bytes} for row in rows],
         "hit_rate_blocks": hit / asked if asked else 0.0,
