@@ -78,6 +78,7 @@ def test_samples_have_the_labels_of_the_catalog(open_cache: Opener) -> None:
         "lock_wait_seconds",
         "missed_blocks_total",
         "recomputed_tokens_total",
+        "remote_running_operations",
         "store_errors_total",
         "work_actual_seconds_total",
         "work_predicted_seconds_total",
