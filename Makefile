@@ -115,7 +115,7 @@ demo: $(STAMP)
 	$(BIN)/kvcache-factory demo
 
 bench: $(STAMP)
-	for table in l1 match keys index disk ledger; do $(BIN)/kvcache-factory bench $$table; done
+	for table in l1 match keys index policy disk ledger; do $(BIN)/kvcache-factory bench $$table; done
 
 soak: $(STAMP) $(VLLM_STAMP)
 	$(BIN)/python -m pytest -q -m soak
