@@ -31,7 +31,6 @@ help:
 	@echo "make lint    ruff, mypy, import-linter        make format   apply ruff"
 	@echo "make bench   the benchmark tables             make soak     the long tests"
 	@echo "make setup   create the environments          make clean    remove what was built"
-	@echo "make setup-watchers   install prometheus and chromium for tests of metrics and the page (Debian, as root)"
 
 setup: $(STAMP) $(VLLM_STAMP) $(TRITON_STAMP)
 
