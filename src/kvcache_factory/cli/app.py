@@ -14,9 +14,11 @@ from .output import debugging
 COMMANDS = (
     "bench",
     "bypass",
+    "cluster",
     "dashboard",
     "demo",
     "doctor",
+    "env",
     "inspect",
     "plan",
     "purge",
