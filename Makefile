@@ -117,11 +117,27 @@ test-vllm: $(VLLM_STAMP)
 	@if test -e $(VLLM)/unavailable; then echo "skipped tests/integration/vllm: $$(cat $(VLLM)/unavailable)"; else \
 	  set -x; $(VLLM)/bin/python -m pytest -q -n $(WORKERS) --dist loadfile tests/integration/vllm; fi
 
+# What tests of metrics and of the page look with.  Where it cannot be had, those tests are skipped and say so.
+WATCHERS := prometheus promtool chromium
+.PHONY: setup-system setup-watchers
+setup: setup-system
+setup-system: setup-watchers
+setup-watchers:
+	@missing=; for program in $(WATCHERS); do command -v $$program >/dev/null || missing="$$missing $$program"; done; \
+	if test -z "$$missing"; then exit 0; fi; \
+	if test "$$(id -u)" != 0 || ! command -v apt-get >/dev/null; then \
+	  echo "note: missing:$$missing (only root on Debian can install them here); the tests that need them will be skipped"; \
+	  exit 0; \
+	fi; \
+	export DEBIAN_FRONTEND=noninteractive; \
+	{ apt-get update -q && apt-get install -q -y --no-install-recommends prometheus chromium; } >/dev/null || \
+	  echo "note:$$missing could not be installed (no network?); the tests that need them will be skipped"
+
 demo: $(STAMP)
 	$(BIN)/kvcache-factory demo
 
 bench: $(STAMP)
-	for table in l1 match keys index policy disk timing; do $(BIN)/kvcache-factory bench $$table; done
+	for table in l1 match keys index policy disk timing ledger; do $(BIN)/kvcache-factory bench $$table; done
 
 soak: $(STAMP) $(VLLM_STAMP)
 	$(BIN)/python -m pytest -q -m soak

@@ -88,9 +88,12 @@ class Context:
             with self.guarded("profile"):
                 self.profiling.end()
 
-    def guarded(self, verb: str) -> Guard:
-        """Count and log whatever is raised inside instead of letting it reach the engine; measure the time if asked."""
-        return Guard(self, verb)
+    def guarded(self, verb: str, *, timed: bool = True) -> Guard:
+        """Count and log whatever is raised inside instead of letting it reach the engine; measure the time if asked.
+
+        What is measured by tier, or takes next to no time, needs not be *timed* here.
+        """
+        return Guard(self, verb, timed=timed and self.ledger.timed)
 
     def soon(self, work: Callable[[], object]) -> None:
         """Run *work* now or, where a destructor asks in the middle of something, when the next verb has ended."""
@@ -128,16 +131,18 @@ class Context:
 class Guard:
     """One verb: keeps its failures from the engine, marks the thread as inside, and measures if asked."""
 
-    __slots__ = ("_begun", "_catch_up", "_context", "_verb")
+    __slots__ = ("_begun", "_catch_up", "_context", "_timed", "_verb")
 
-    def __init__(self, context: Context, verb: str, catch_up: bool = True) -> None:
+    def __init__(self, context: Context, verb: str, catch_up: bool = True, timed: bool = False) -> None:
         self._context = context
         self._verb = verb
         self._catch_up = catch_up
+        self._timed = timed
 
     def __enter__(self) -> None:
         HERE.depth += 1
-        self._begun = time.perf_counter()
+        if self._timed:
+            self._begun = time.perf_counter()
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
         context = self._context
@@ -145,7 +150,7 @@ class Guard:
         if isinstance(error, Exception):
             context.failed(self._verb, error)
         HERE.depth -= 1
-        if context.config.enable_metrics:
+        if self._timed:
             context.ledger.observe(MANAGER, self._verb, time.perf_counter() - self._begun)
         if self._catch_up and context.late:
             context.catch_up()
@@ -245,7 +250,7 @@ class KeySpace:
         Returns how many leading blocks were copied; what lies behind them is undefined and must be recomputed.
         """
         loaded = 0
-        with self._context.guarded("load"):
+        with self._context.guarded("load", timed=False):
             if self._context.chain.is_open and match.blocks:
                 self._require(region=region)
                 loaded = self._context.chain.loading.load(match, region, positions)
@@ -334,10 +339,8 @@ class KeySpace:
         return self._context.chain.leases.holds(match.request_id, match.lease)
 
     def serve(self, match: Match, blocks: int, *, declined: bool = False) -> None:
-        """For engines that load by :meth:`plan_load`: the leading *blocks* of *match* are not computed again.
-
-        *declined*: the others are, because that was judged faster.
-        """
+        """For engines that plan loads: the leading *blocks* of *match* are used; the others are computed, by choice
+        where they were *declined*."""
         lease = self._context.chain.leases.find(match.request_id, match.lease)
         if lease is not None:
             lease.usage.served = blocks
@@ -359,7 +362,7 @@ class KeySpace:
     def release(self, request_id: str, output_tokens: int = 0) -> bool:
         """Give the lease of a request back; idempotent.  *output_tokens*: how many it generated."""
         released = False
-        with self._context.guarded("release"):
+        with self._context.guarded("release", timed=False):
             released = self._context.chain.release(request_id, output_tokens)
         if self._context.recorder is not None:
             with self._context.guarded("record"):

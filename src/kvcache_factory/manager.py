@@ -254,7 +254,9 @@ class CacheManager:
     def create_session(self, session_id: str) -> Session:
         """A new session; SessionExistsError when the id is taken."""
         with INSIDE:
-            return self._sessions.create(session_id)
+            session = self._sessions.create(session_id)
+        self._context.log.info("session_opened", f"session {session_id!r} opened", session=session_id)
+        return session
 
     def use_session(self, session_id: str, history: History = "auto") -> SessionScope:
         """A context manager: requests inside belong to the session, in this thread or asyncio task only.
@@ -282,7 +284,7 @@ class CacheManager:
         """
         with INSIDE:
             dropped = self._chain.drop_unshared(self._sessions.clear(session_id), "session_cleared")
-        return dropped + sum(remote.call("clear_session", session_id) or 0 for remote in self._remotes)
+        return dropped.blocks + sum(remote.call("clear_session", session_id) or 0 for remote in self._remotes)
 
     def destroy_session(self, session_id: str, purge: bool = False) -> bool:
         """End a session and drop the blocks that only it references; False when there is none.  Never raises.
@@ -296,7 +298,18 @@ class CacheManager:
         return known
 
     def _end_session(self, session_id: str, purge: bool) -> None:
-        self._chain.drop_unshared(self._sessions.destroy(session_id, purge), "session_destroyed", wipe=purge)
+        session = self._sessions.find(session_id)
+        held = len(session.held) * self._chain.tiers[0].block_bytes if session is not None else 0
+        gone = self._chain.drop_unshared(self._sessions.destroy(session_id, purge), "session_destroyed", wipe=purge)
+        if session is not None:
+            text = f"session {session_id!r} closed: it held {held:,} bytes, {gone.nbytes:,} were freed in all tiers"
+            fields = {
+                "session": session_id,
+                "held_bytes": held,
+                "freed_bytes": gone.nbytes,
+                "freed_blocks": gone.blocks,
+            }
+            self._context.log.info("session_closed", text, **fields, requests=session.requests, purged=purge)
         for remote in self._remotes:
             remote.call("destroy_session", session_id, purge)
 

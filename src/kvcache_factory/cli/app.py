@@ -13,8 +13,10 @@ from .output import debugging
 
 COMMANDS = (
     "bench",
+    "bypass",
     "calibrate",
     "cluster",
+    "dashboard",
     "demo",
     "doctor",
     "env",
@@ -23,6 +25,9 @@ COMMANDS = (
     "purge",
     "quality",
     "replay",
+    "reset",
+    "state",
+    "top",
     "verify",
 )
 

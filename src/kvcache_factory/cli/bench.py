@@ -27,6 +27,7 @@ TABLES = {
         "Wall time, headers sealed and every block proven; ratio above 1 is faster.  --connector is needed.",
     ),
     "policy": ("Cost of eviction policies.", "CPU time a block that is asked for, in a full index, and bytes a row."),
+    "ledger": ("Cost of counting.", "CPU time of an L1 get with counts, and with durations too, by that without."),
     "timing": (
         "What measuring costs: operations with nothing, operations, and their stages measured.",
         "CPU time of this thread, microseconds a call for a small and a large request.",

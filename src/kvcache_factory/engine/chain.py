@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -35,6 +36,15 @@ from .seen import Seen
 from .stages import Stages
 from .table import Keys
 from .tier import Tier
+
+REUSABLE, SERVED = Event.REUSABLE, Event.SERVED  # Python 3.11 takes long to look up a member
+
+
+class Dropped(NamedTuple):
+    """What was dropped, in all tiers together."""
+
+    blocks: int
+    nbytes: int
 
 
 class TierChain:
@@ -209,16 +219,19 @@ class TierChain:
             self.remote.forget_chain(view_of(chain, chain.num_blocks), first, np.concatenate(built))
         return dropped
 
-    def drop_unshared(self, keys: Keys, reason: str, wipe: bool = False) -> int:
+    def drop_unshared(self, keys: Keys, reason: str, wipe: bool = False) -> Dropped:
         """Drop the blocks of *keys* ``[n, 2]`` that nothing else is built on, from every tier; copies on their way too.
 
         *wipe*: stores overwrite their bytes, and remote ones delete them.
         """
-        if not self.is_open:
-            return 0
-        if wipe and self.remote is not None:
+        if wipe and self.is_open and self.remote is not None:
             self.remote.forget_keys(keys)
-        return sum(tier.drop_unshared(keys, reason, wipe) for tier in self._tiers_twice())
+        blocks = nbytes = 0
+        for tier in self._tiers_twice() if self.is_open else ():
+            gone = tier.drop_unshared(keys, reason, wipe)
+            blocks += gone
+            nbytes += gone * tier.block_bytes
+        return Dropped(blocks, nbytes)
 
     def _tiers_twice(self) -> list[Tier]:
         """For dropping: a copy that began before the first look ends before the second, or sees its source gone."""
@@ -282,12 +295,12 @@ class TierChain:
         """A request has ended: what there was of its history, and what became of that."""
         if not usage.reusable:
             return
-        count, served = self.ledger.add, min(usage.served, usage.found)
-        count(MANAGER, Event.REUSABLE, usage.reusable)
-        if served:
-            count(MANAGER, Event.SERVED, served)
+        served = min(usage.served, usage.found)
+        self.ledger.add_both(MANAGER, REUSABLE, SERVED, usage.reusable, served)
+        if served == usage.reusable:
+            return
         chosen = min(usage.chosen, usage.found - served)
         rest = {"chosen": chosen, "not_loaded": usage.found - served - chosen, "gone": usage.reusable - usage.found}
         for reason, blocks in rest.items():
             if blocks:
-                count(MANAGER, Event.RECOMPUTED, blocks, reason=reason)
+                self.ledger.add(MANAGER, Event.RECOMPUTED, blocks, reason=reason)

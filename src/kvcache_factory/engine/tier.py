@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from ..block.envelope import checksum
 from ..block.spec import BlockSpec
-from ..codec.base import ImageCodec, PayloadCoder
+from ..codec.base import Encoded, ImageCodec, PayloadCoder
 from ..errors import CapacityError
 from ..policy.base import NO_HINT, EvictionPolicy, RequestHint
 from ..store.base import SlotMemory, Store
@@ -236,6 +236,11 @@ class Tier:
         """Count *blocks* in the ledger under this tier; nothing when there are none."""
         if blocks:
             self.ledger.add(self.name, event, blocks, blocks * self.block_bytes, reason)
+
+    def count_encoded(self, codec: str, made: Encoded) -> None:
+        """Count a block that *codec* made smaller, by the bytes that it takes now, and keep its largest error."""
+        self.ledger.add(self.name, Event.ENCODED, 1, len(made.data), codec)
+        self.ledger.note_worst(self.name, f"codec_error_{codec}", made.max_rel_error)
 
     def count_evicted(self, keys: Keys, below: Tier | None, outside: Keys | None = None) -> None:
         """Count evicted blocks, telling those that are in the tier *below* or *outside* from those that are lost."""
