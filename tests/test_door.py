@@ -31,6 +31,7 @@ NOUNS = {
     "S3FIFOEvictionPolicy",
     "SIEVEEvictionPolicy",
     "Session",
+    "SessionSettings",
     "SizeAwarePolicy",
     "TTLEvictionPolicy",
 }

@@ -10,6 +10,7 @@ from .backend import Backend, CPUBackend
 from .block.key import KEY_BUILDERS
 from .errors import ConfigError
 from .policy.compression import CompressionPolicy
+from .session.settings import SessionSettings
 
 Integrity = Literal["off", "sample", "full"]
 
@@ -44,6 +45,8 @@ class ManagerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     """A request that holds blocks longer than this loses its lease."""
     io_threads: int = 0
     """Threads that copy between tiers; 0: four where one is a disk, else one."""
+    sessions: SessionSettings = SessionSettings()
+    """Quotas of sessions and groups of them, what happens at a quota, and how long idle sessions live."""
     record: str | None = None
     """File to which requests are recorded for the simulator, without tokens and with salted keys."""
 

@@ -12,6 +12,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from msgspec.structs import replace
+
 from .block.envelope import Fidelity
 from .block.identity import Identity
 from .block.key import KeyChain, MediaSpan
@@ -25,7 +27,8 @@ from .errors import ConfigError, LayoutError
 from .memory.region import BlockPositions, Region
 from .observe.record import Recorder
 from .policy.base import Importance, RequestHint, ReuseHint
-from .session import Session, SessionBook, current_session
+from .session import Keeper, current_session
+from .session.book import Charge
 
 if TYPE_CHECKING:
     from .config import ManagerConfig
@@ -37,9 +40,7 @@ LOG_EVERY_S = 60.0
 class Context:
     """What every key space of one manager shares."""
 
-    def __init__(
-        self, config: ManagerConfig, chain: TierChain, ledger: Ledger, sessions: SessionBook, number: int
-    ) -> None:
+    def __init__(self, config: ManagerConfig, chain: TierChain, ledger: Ledger, sessions: Keeper, number: int) -> None:
         self.config = config
         self.chain = chain
         self.ledger = ledger
@@ -245,14 +246,13 @@ class KeySpace:
                     output_tokens=output_tokens,
                     importance=self._importance(chain, importance, text),
                 )
-                part = positions[:count]
                 # Before anything is stored: whoever ends the session meanwhile takes these blocks along.
-                charged = self._charge(session, chain, first + count)
+                charge = self._charge(session, chain, first + count, storing=True)
+                part = positions[: max(charge.blocks - first, 0)]
                 arguments = region, part, first, fidelity, hint, request_id
-                stored = self._context.chain.saving.save(chain, self.root, *arguments)
-                if charged is not None and charged.purged is not None:
-                    keys = self._context.sessions.unheld(chain.keys[: first + count])
-                    self._context.chain.drop_unshared(keys, "session_destroyed", wipe=charged.purged)
+                if len(part):
+                    stored = self._context.chain.saving.save(chain, self.root, *arguments)
+                self._context.sessions.stored(charge, chain.keys[: charge.blocks], stored)
         return stored
 
     def plan_save(
@@ -275,16 +275,25 @@ class KeySpace:
             count = min(count, chain.num_blocks - first)
             if self._context.chain.is_open and count > 0:
                 self._require(chain)
-                hint = RequestHint(reuse=reuse_hint, total_blocks=chain.num_blocks, first_block=first)
-                plan = self._context.chain.saving.plan_save(chain, self.root, first, count, tag, Fidelity.EXACT, hint)
-                self._charge(session, chain, first + count)
+                owner = session if session is not None else current_session(self._context.number)
+                blocks, first_block = chain.num_blocks, first
+                hint = RequestHint(reuse=reuse_hint, total_blocks=blocks, first_block=first_block, session=owner or "")
+                charge = self._charge(session, chain, first + count, storing=True)
+                count = max(charge.blocks - first, 0)
+                if count:
+                    saving = self._context.chain.saving
+                    plan = saving.plan_save(chain, self.root, first, count, tag, Fidelity.EXACT, hint)
+                    plan = replace(plan, session=owner or "")
+                self._context.sessions.stored(charge, chain.keys[: charge.blocks], len(plan.rows) if plan else 0)
         return plan if plan is not None and len(plan.rows) else None
 
     def finish_save(self, plan: SavePlan, filled: int, *, reuse_hint: ReuseHint = "unknown") -> None:
         """End a plan: its leading *filled* rows hold their blocks, the others are given back."""
         with self._context.guarded("save"):
             if self._context.chain.is_open:
-                self._context.chain.saving.finish_save(plan, filled, RequestHint(reuse=reuse_hint))
+                hint = RequestHint(reuse=reuse_hint, session=plan.session)
+                self._context.chain.saving.finish_save(plan, filled, hint)
+                self._context.sessions.hold_again(plan.session)
 
     def holds(self, match: Match) -> bool:
         """Whether the lease of *match* is still there."""
@@ -341,13 +350,16 @@ class KeySpace:
         if region is not None and region.spec is not self.spec and region.spec != self.spec:
             raise LayoutError(f"the region was made for {region.spec}, this key space for {self.spec}")
 
-    def _charge(self, session: str | None, chain: KeyChain, blocks: int, *, used: bool = False) -> Session | None:
+    def _charge(
+        self, session: str | None, chain: KeyChain, blocks: int, *, used: bool = False, storing: bool = False
+    ) -> Charge:
+        """Charge the leading *blocks* of *chain* to a session; how many of them it may have."""
         session = session if session is not None else current_session(self._context.number)
-        charged = None
-        if session is None:
-            return charged
-        with self._context.guarded("charge"):
-            charged = self._context.sessions.charge(session, chain.keys[:blocks], self._context.chain.holds)
-            if used:
-                self._context.sessions.used(session, chain.num_tokens, blocks * self.block_tokens)
-        return charged
+        charge = Charge(None, blocks)
+        if session is not None:
+            with self._context.guarded("charge"):
+                charge = self._context.sessions.charge(session, chain.keys[:blocks], storing=storing)
+                if used and charge.session is not None:
+                    reused = blocks * self.block_tokens
+                    self._context.sessions.book.used(charge.session, chain.num_tokens, reused)
+        return charge

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import logging
 import os
+import time
 import weakref
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from .backend import Backend, CPUBackend
 from .block.identity import Identity
@@ -20,26 +20,31 @@ from .engine.chain import TierChain
 from .engine.index import Index
 from .engine.inside import INSIDE
 from .engine.ledger import MANAGER, Event, Ledger
-from .errors import ConfigError, UnknownSessionError
+from .errors import ConfigError
 from .jit import warm_up_in_background
 from .keyspace import Context, KeySpace
 from .policy.base import EvictionPolicy
 from .policy.compression import CompressionPolicy
 from .policy.order import LRUEvictionPolicy
 from .registry import make_policy
-from .session import History, Session, SessionBook, SessionScope, current_history, current_session
+from .session import (
+    History,
+    Keeper,
+    Remote,
+    Session,
+    SessionBook,
+    SessionScope,
+    SessionSettings,
+    current_history,
+    current_session,
+)
+from .session.model import SessionOptions
+from .session.settings import OnQuota, Size
 from .store.base import SlotMemory
 
 _NUMBERS = itertools.count(1)
 _log = logging.getLogger("kvcache_factory")
 _LIVE: weakref.WeakSet[CacheManager] = weakref.WeakSet()
-
-
-class Remote(Protocol):
-    """A manager in another process, where an engine keeps the blocks of this one."""
-
-    def call(self, verb: str, *args: Any) -> Any:
-        """Do *verb* there; what it returned, or None when that process cannot be reached."""
 
 
 class CacheManager:
@@ -68,6 +73,8 @@ class CacheManager:
         Seconds after which a request that never ended loses its hold on blocks.
     io_threads:
         Threads that copy between tiers; 0: four where one is a disk, else one.
+    sessions:
+        Quotas of sessions, what happens at a quota, and how long idle sessions live; see :class:`SessionSettings`.
     record:
         File to which each request is appended, for ``kvcache-factory replay``: no tokens, and keys under a salt that is
         not kept.
@@ -85,6 +92,7 @@ class CacheManager:
         key_builder: str = "ROLLING_HASH",
         lease_max_age_s: float = 600.0,
         io_threads: int = 0,
+        sessions: SessionSettings | None = None,
         record: str | os.PathLike[str] | None = None,
     ) -> None:
         backend = backend if backend is not None else CPUBackend()
@@ -110,19 +118,22 @@ class CacheManager:
             key_builder=key_builder,
             lease_max_age_s=lease_max_age_s,
             io_threads=io_threads,
+            sessions=sessions if sessions is not None else SessionSettings(),
             record=os.fspath(record) if isinstance(record, os.PathLike) else record,
         )
         self._number = next(_NUMBERS)
-        self._sessions = SessionBook()
+        self._sessions = SessionBook(self.config.sessions, time.monotonic)
         self._ledger = Ledger()
         # The chain outlives this object only until its threads have ended, so it must not refer back to it.
         failures = _Failures()
         self._chain = build_chain(self.config, policy, self._ledger, failures)
-        self._context = Context(self.config, self._chain, self._ledger, self._sessions, self._number)
+        self.config.sessions.check_tiers([tier.name for tier in self._chain.tiers])
+        self._keeper = Keeper(name, self._sessions, self._chain)
+        self._context = Context(self.config, self._chain, self._ledger, self._keeper, self._number)
         self._context.scorer = policy.scorer
         failures.context = self._context
         self._finalizer = weakref.finalize(self, _close, self._chain, self._context)
-        self._remotes: list[Remote] = []
+        self._remotes = self._keeper.remotes
         _LIVE.add(self)
 
     # -- configuration ------------------------------------------------------------------------------------------------
@@ -145,6 +156,7 @@ class CacheManager:
             key_builder=config.key_builder,
             lease_max_age_s=config.lease_max_age_s,
             io_threads=config.io_threads,
+            sessions=config.sessions,
             record=config.record,
         )
 
@@ -165,6 +177,7 @@ class CacheManager:
                 f"{spec.block_tokens} tokens of {spec.dtype.value}; make both from the same model"
             )
         self._chain.open(spec)
+        self._keeper.opened()
         self._context.begin_recording(spec.block_tokens)
         with self._context.guarded("note"):
             leave_notes(self.config.backend, identity)
@@ -190,10 +203,47 @@ class CacheManager:
 
     # -- sessions -----------------------------------------------------------------------------------------------------
 
-    def create_session(self, session_id: str) -> Session:
-        """A new session; SessionExistsError when the id is taken."""
+    def create_session(
+        self,
+        session_id: str,
+        *,
+        quota_gb: Size | None = None,
+        ttl_s: float | None = None,
+        labels: dict[str, str] | None = None,
+        pin: bool = False,
+        on_quota: OnQuota | None = None,
+    ) -> Session:
+        """A new session.
+
+        *quota_gb*: GiB that it may hold in each tier, or a dict of them by names of tiers; *ttl_s*: seconds without use
+        after which it is destroyed; *labels*: what it is counted under, such as ``{"tenant": "acme"}``; *pin*: see
+        :meth:`pin_session`; *on_quota*: ``"evict"`` own blocks, the oldest ends of chains first, or ``"refuse"`` to
+        store more.  What is not given is as :class:`SessionSettings` say.
+
+        Raises SessionExistsError when the id is taken, ClosedError after :meth:`close`, ConfigError.
+        """
+        options = SessionOptions(quota_gb=quota_gb, ttl_s=ttl_s, labels=labels or {}, pin=pin, on_quota=on_quota)
         with INSIDE:
-            return self._sessions.create(session_id)
+            return self._keeper.create(session_id, options)
+
+    def fork_session(self, source_id: str, session_id: str, **options: Any) -> Session:
+        """A new session that goes on from where *source_id* is: its history, and references to all of its blocks.
+
+        No block is copied, and neither sees what the other adds.  *options* as for :meth:`create_session`; labels are
+        those of the source unless given.  Raises UnknownSessionError, SessionExistsError, ClosedError, ConfigError.
+        """
+        with INSIDE:
+            options.setdefault("labels", dict(self._sessions.get(source_id).labels))
+            return self._keeper.fork(source_id, session_id, SessionOptions(**options))
+
+    def pin_session(self, session_id: str, pinned: bool = True) -> None:
+        """Keep the blocks of a session in the tiers where they are, whatever the policy says; or do not any more.
+
+        A pinned session does not expire, and at its quota nothing of it is let go.  Raises UnknownSessionError and
+        ClosedError.
+        """
+        with INSIDE:
+            self._keeper.pin(session_id, pinned)
 
     def use_session(self, session_id: str, history: History = "auto") -> SessionScope:
         """A context manager: requests inside belong to the session, in this thread or asyncio task only.
@@ -220,7 +270,7 @@ class CacheManager:
         Returns how many blocks were dropped.  UnknownSessionError when there is no such session.
         """
         with INSIDE:
-            dropped = self._chain.drop_unshared(self._sessions.clear(session_id), "session_cleared")
+            dropped = self._keeper.clear(session_id)
         return dropped + sum(remote.call("clear_session", session_id) or 0 for remote in self._remotes)
 
     def destroy_session(self, session_id: str, purge: bool = False) -> bool:
@@ -231,13 +281,8 @@ class CacheManager:
         known = isinstance(session_id, str) and session_id in self._sessions
         # Called from __del__ too, in the middle of anything, and at exit, where half of the world may be gone.
         if known:
-            self._context.soon(partial(self._end_session, session_id, purge))
+            self._context.soon(partial(self._keeper.end, session_id, purge))
         return known
-
-    def _end_session(self, session_id: str, purge: bool) -> None:
-        self._chain.drop_unshared(self._sessions.destroy(session_id, purge), "session_destroyed", wipe=purge)
-        for remote in self._remotes:
-            remote.call("destroy_session", session_id, purge)
 
     # -- running it ---------------------------------------------------------------------------------------------------
 
@@ -260,9 +305,7 @@ class CacheManager:
     def reset(self) -> None:
         """Drop every block and every session's references and history; session ids stay valid."""
         with INSIDE:
-            for row in self._sessions.rows():
-                with contextlib.suppress(UnknownSessionError):  # destroyed by somebody else meanwhile
-                    self._sessions.clear(row["session"])
+            self._keeper.reset()
             self._chain.clear("reset")
         for remote in self._remotes:
             remote.call("reset")
@@ -270,11 +313,12 @@ class CacheManager:
     def check(self) -> list[str]:
         """Violated invariants, as sentences; empty when all is well."""
         there = [sentence for remote in self._remotes for sentence in remote.call("check") or ()]
-        return self._chain.check() + there
+        return [*self._chain.check(), *self._sessions.check(), *there]
 
     def state(self) -> dict[str, Any]:
         """What is held and what has happened, as plain data."""
         self._context.catch_up()
+        self._keeper.expire_if_due()
         asked, hit = (self._ledger.total(event, MANAGER).blocks for event in (Event.ASKED, Event.HIT))
         return {
             "name": self.config.name,
@@ -282,7 +326,8 @@ class CacheManager:
             "compression": "none",
             "tiers": [tier.state() for tier in self._chain.tiers],
             "leases": len(self._chain.leases),
-            "sessions": self._sessions.rows(),
+            "sessions": [session.stats() for session in self._sessions],
+            "session_groups": self._keeper.groups(),
             "hit_rate_blocks": hit / asked if asked else 0.0,
             "events": self._ledger.rows(),
             "seconds": self._ledger.seconds(),
@@ -290,8 +335,8 @@ class CacheManager:
         }
 
     def follow(self, remote: Remote) -> None:
-        """Make this manager a client of one in another process: sessions that end here end there, too."""
-        self._remotes.append(remote)
+        """Make this manager a client of one in another process: what is done to sessions here is done there, too."""
+        self._keeper.follow(remote)
 
     def close(self) -> None:
         """Stop intake, finish background work, free all memory; idempotent."""

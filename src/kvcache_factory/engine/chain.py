@@ -11,6 +11,7 @@ Decide here, move there: the indexes decide under their locks and hand out rows;
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -21,7 +22,7 @@ from ..block.spec import BlockSpec
 from ..errors import ClosedError, ConfigError
 from .finding import Finding
 from .flow import Flow, FlowSettings
-from .io import IOPool
+from .io import IOPool, Lane, Ticket
 from .lasting import LastingTier
 from .lease import LeaseBook
 from .ledger import MANAGER, Event, Ledger
@@ -108,6 +109,19 @@ class TierChain:
     def is_open(self) -> bool:
         """Whether tiers are allocated and not closed."""
         return self._spec is not None and not self._closed
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was closed, open before or not."""
+        return self._closed
+
+    def in_background(self, job: Callable[[], object]) -> Ticket | None:
+        """Run *job* in a thread of the pool; None when there is no room for it."""
+        return self.flow.io.submit(Lane.STORE, job)
+
+    def wake_in(self, seconds: float, job: Callable[[], object]) -> None:
+        """Run *job* in a thread of the pool in so many *seconds*, unless an earlier job is to come first."""
+        self.flow.io.wake_at(time.monotonic() + seconds, job)
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait for background work; False when *timeout* seconds were not enough."""
