@@ -12,8 +12,6 @@ import pytest
 
 # The kit's own assertions deserve the same messages as those of a test module.
 pytest.register_assert_rewrite(*(f"{__name__}.{part}" for part in ("stores", "connectors", "policies", "forest")))
-    f"{__name__}.stores", f"{__name__}.connectors", f"{__name__}.policies", f"{__name__}.forest"
-)
 
 from .caches import Opener, SmallCache, open_cache, sized_level, small_cache  # noqa: E402
 from .connectors import ConnectorTests  # noqa: E402
