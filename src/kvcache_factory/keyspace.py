@@ -356,8 +356,9 @@ class KeySpace:
         """Charge the leading *blocks* of *chain* to a session; how many of them it may have."""
         session = session if session is not None else current_session(self._context.number)
         charge = Charge(None, blocks)
-        if session is not None:
-            with self._context.guarded("charge"):
+        with self._context.guarded("charge"):
+            self._context.sessions.expire_if_due()
+            if session is not None:
                 charge = self._context.sessions.charge(session, chain.keys[:blocks], storing=storing)
                 if used and charge.session is not None:
                     reused = blocks * self.block_tokens

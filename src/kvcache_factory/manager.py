@@ -264,6 +264,15 @@ class CacheManager:
         """The session of this id; UnknownSessionError when there is none."""
         return self._sessions.get(session_id)
 
+    def has_session(self, session_id: object) -> bool:
+        """Whether there is a session of this id."""
+        return isinstance(session_id, str) and session_id in self._sessions
+
+    @property
+    def num_sessions(self) -> int:
+        """How many sessions there are."""
+        return len(self._sessions)
+
     def clear_session(self, session_id: str) -> int:
         """Forget a session's history and drop the blocks that only it references; the id stays valid.
 
@@ -278,7 +287,7 @@ class CacheManager:
 
         With *purge*, stores overwrite the bytes of these blocks, also of those that are being written now.
         """
-        known = isinstance(session_id, str) and session_id in self._sessions
+        known = self.has_session(session_id)
         # Called from __del__ too, in the middle of anything, and at exit, where half of the world may be gone.
         if known:
             self._context.soon(partial(self._keeper.end, session_id, purge))
@@ -313,7 +322,7 @@ class CacheManager:
     def check(self) -> list[str]:
         """Violated invariants, as sentences; empty when all is well."""
         there = [sentence for remote in self._remotes for sentence in remote.call("check") or ()]
-        return [*self._chain.check(), *self._sessions.check(), *there]
+        return [*self._chain.check(), *self._keeper.check(), *there]
 
     def state(self) -> dict[str, Any]:
         """What is held and what has happened, as plain data."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
@@ -95,7 +96,13 @@ class SessionBook:
             if size is not None:
                 yield self._labelled.setdefault((label, value), Group(f"{label}={value}", size))
 
-    def fork(self, source_id: str, session_id: str, options: SessionOptions | None = None) -> Session:
+    def fork(
+        self,
+        source_id: str,
+        session_id: str,
+        options: SessionOptions | None = None,
+        also: Callable[[Session, Keys], int] | None = None,
+    ) -> Session:
         """A new session that references what another does, as far as its quotas let it, the latest first.
 
         Raises UnknownSessionError and SessionExistsError.
@@ -106,6 +113,7 @@ class SessionBook:
             session.data = forked(source.data)
             keys = source.held.oldest(source.stamp + 1)[::-1]  # so that what is cut off is the ends of the oldest
             keys = keys[: self._fitting(session, keys)]
+            keys = keys if also is None else keys[: also(session, keys)]
             session.held.copy_from(source.held, keys)
             session.stamp = source.stamp
             for group in session.groups:
@@ -155,12 +163,20 @@ class SessionBook:
 
     # -- who references what ------------------------------------------------------------------------------------------
 
-    def charge(self, session_id: str, keys: Keys, holds: Holds, storing: bool = False) -> Charge:
+    def charge(
+        self,
+        session_id: str,
+        keys: Keys,
+        holds: Holds,
+        storing: bool = False,
+        also: Callable[[Session, Keys], int] | None = None,
+    ) -> Charge:
         """Let a session reference the blocks of a chain, as many leading *keys* ``[n, 2]`` as its quotas let it.
 
         At a quota, its own oldest ends of chains are let go first, then those of the longest idle session that shares
         the quota.  References to blocks that no tier *holds* any more are forgotten whenever their number may have
-        doubled, and at a quota.  *storing*: they are stored next, and :meth:`stored` follows.
+        doubled, and at a quota.  *storing*: they are stored next, and :meth:`stored` follows.  *also* tells how many
+        may be referenced for other reasons.
         """
         with self._lock:
             session = self._sessions.get(session_id)
@@ -175,6 +191,8 @@ class SessionBook:
             for held, quota in self._limits_of(session):
                 freed += self._make_room(session, held, quota, keys, holds)
                 blocks = min(blocks, self._leading(held, quota, keys))
+            if also is not None:
+                blocks = also(session, keys[:blocks])
             new = session.held.missing(keys[:blocks])
             session.held.add(new)
             for group in session.groups:
@@ -275,6 +293,20 @@ class SessionBook:
             session.requests += 1
             session.asked_tokens += asked_tokens
             session.reused_tokens += reused_tokens
+
+    def locked(self) -> AbstractContextManager[object]:
+        """Nothing changes while this context is open."""
+        return self._lock
+
+    def only_one(self, keys: Keys) -> npt.NDArray[np.bool_]:
+        """Which of *keys* ``[n, 2]`` exactly one session references."""
+        return self._all.held.only_one(keys)
+
+    def sharing(self) -> Iterator[tuple[Group, list[Session]]]:
+        """Each quota that sessions share, with these sessions, the longest idle first."""
+        by_age = sorted(self, key=lambda session: session.used_at)
+        for group in (self._all, *self._labelled.values()):
+            yield group, [session for session in by_age if group in session.groups]
 
     def groups(self) -> list[tuple[str, Size | None, Keys]]:
         """Each quota that sessions share: its name, its size, and what is held under it."""

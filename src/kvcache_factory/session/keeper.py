@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import msgspec
@@ -14,8 +15,9 @@ from ..engine.pinning import pin_tips, unpin
 from ..engine.table import Keys
 from ..errors import ClosedError, UnknownSessionError
 from .book import Charge, SessionBook
+from .gate import Gate
 from .model import Session, SessionOptions
-from .settings import check_tiers
+from .settings import Size, check_tiers
 
 _log = logging.getLogger("kvcache_factory.session")
 
@@ -40,6 +42,11 @@ class Keeper:
         self._manager = manager
         self._chain = chain
         self._looking = False
+        self._gate: Gate | None = None
+        settings = book.settings
+        shared = [settings.total_gb, *(size for sizes in settings.label_gb.values() for size in sizes.values())]
+        for size in (settings.quota_gb, *shared):
+            self._stand_guard(size)
 
     def opened(self) -> None:
         """The sizes of blocks are known now."""
@@ -52,12 +59,24 @@ class Keeper:
         for session in self.book:
             remote.call("create_session", session.id, msgspec.to_builtins(session.options))
 
+    def _stand_guard(self, size: Size | None) -> None:
+        """Count what comes into each tier from now on, if *size* is one by tiers."""
+        if isinstance(size, Mapping) and self._gate is None:
+            self._gate = Gate(self.book, self._chain.tiers)
+            for tier in self._chain.tiers:
+                tier.gate = self._gate.admitting
+
+    def check(self) -> list[str]:
+        """Violated invariants of references and quotas, as sentences."""
+        return [*self.book.check(), *(self._gate.excess() if self._gate is not None and self._chain.is_open else ())]
+
     # -- coming and going ---------------------------------------------------------------------------------------------
 
     def create(self, session_id: str, options: SessionOptions) -> Session:
         """See ``CacheManager.create_session``."""
         self._require_open()
         check_tiers("quota_gb", options.quota_gb, [tier.name for tier in self._chain.tiers])
+        self._stand_guard(options.quota_gb)
         self.expire_if_due()
         return self._begun(self.book.create(session_id, options), "create_session", session_id, options)
 
@@ -66,7 +85,10 @@ class Keeper:
         self._require_open()
         if options is not None:
             check_tiers("quota_gb", options.quota_gb, [tier.name for tier in self._chain.tiers])
-        session = self.book.fork(source_id, session_id, options)
+            self._stand_guard(options.quota_gb)
+        also = self._gate.referencing if self._gate is not None and self._chain.is_open else None
+        session = self.book.fork(source_id, session_id, options, also)
+        self._settle()
         self.hold(session)
         return self._begun(session, "fork_session", source_id, session_id, options)
 
@@ -148,13 +170,20 @@ class Keeper:
 
         *storing*: they are about to be stored; what is more than the quotas let is counted as not stored.
         """
-        self.expire_if_due()
-        charge = self.book.charge(session_id, keys, self._chain.holds, storing)
+        also = self._gate.referencing if self._gate is not None else None
+        charge = self.book.charge(session_id, keys, self._chain.holds, storing, also)
+        self._settle()
         if len(charge.freed):
             self._chain.drop_unshared(charge.freed, "quota")
         if storing and charge.blocks < len(keys):
             self._chain.tiers[0].count(Event.NOT_STORED, len(keys) - charge.blocks, "quota")
         return charge
+
+    def _settle(self) -> None:
+        """Free what left single tiers while a lock was held."""
+        if self._gate is not None and self._chain.is_open:
+            for tier in self._chain.tiers:
+                tier.settle()
 
     def stored(self, charge: Charge, keys: Keys, blocks: int) -> None:
         """Of *keys*, which were charged, *blocks* were stored: pin them for a pinned session, drop them if it ended.

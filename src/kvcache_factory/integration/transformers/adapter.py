@@ -145,11 +145,12 @@ class TransformersCacheAdapter(CacheAdapter):
         ``generate`` (``max_new_tokens``, ``streamer``, ...); ``template`` holds arguments of the chat template.  After
         :meth:`detach` the conversation goes on without the cache.
 
-        Raises ConfigError without a tokenizer or with no messages, and UnknownSessionError.
+        Raises ConfigError without a tokenizer, with no messages, or with messages that the template cannot write, and
+        UnknownSessionError.
         """
         if self.tokenizer is None:
             raise ConfigError("chat needs the tokenizer: attach(model, manager, tokenizer=tokenizer)")
-        if not messages:
+        if not isinstance(messages, Sequence) or not messages:
             raise ConfigError("chat needs at least one message, such as {'role': 'user', 'content': 'Hello'}")
         template = options.pop("template", {})
         with self.manager.use_session(session if isinstance(session, str) else session.id) as current:

@@ -29,21 +29,31 @@ class Owner:
         self.manager = manager
         self.made_from = made_from
         self._owned = owned
-        self._sessions: set[str] = set()
 
     def know(self, session_id: str) -> None:
         """Account the blocks of this session, which the process that made it may have elsewhere.
 
         Sessions of a manager that was handed over are its owner's to make.
         """
-        if self._owned and session_id not in self._sessions and len(self._sessions) < MAX_SESSIONS:
-            self._sessions.add(session_id)
-            with contextlib.suppress(SessionError):
-                self.manager.create_session(session_id)
+        if self._owned and not self.manager.has_session(session_id) and self.manager.num_sessions < MAX_SESSIONS:
+            self.create(session_id, {})
+
+    def create(self, session_id: str, options: dict[str, Any]) -> bool:
+        """A session that the process which attached has made, under the same rules; False when it is here already."""
+        with contextlib.suppress(SessionError):
+            self.manager.create_session(session_id, **options)
+            return True
+        return False
+
+    def fork(self, source_id: str, session_id: str, options: dict[str, Any] | None) -> bool:
+        """A fork that the process which attached has made; False when it is here already."""
+        with contextlib.suppress(SessionError):
+            self.manager.fork_session(source_id, session_id, **(options or {}))
+            return True
+        return False
 
     def forget(self, session_id: str, purge: bool = False) -> bool:
         """End a session that :meth:`know` made."""
-        self._sessions.discard(session_id)
         return self.manager.destroy_session(session_id, purge)
 
     def close(self) -> None:
