@@ -23,6 +23,10 @@ TABLES = {
         "Wall time, four threads, ratio to fio psync with four jobs where fio is installed, else to a probe.",
     ),
     "policy": ("Cost of eviction policies.", "CPU time a block that is asked for, in a full index, and bytes a row."),
+    "sessions": (
+        "Many threads on many sessions against one thread.",
+        "Turns a second of 1 to 32 threads on 200 sessions with quotas: wall time, ratio to one thread in a round.",
+    ),
     "index": ("Memory and eviction of the index.", "Bytes a block, and eviction with half of the entries leased."),
 }
 OPTIONS = {

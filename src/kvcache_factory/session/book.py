@@ -186,22 +186,31 @@ class SessionBook:
             if len(session.held) > session.prune_at:  # before, for the new ones may not be stored yet
                 self._prune(session, holds)
             session.stamp += 1
-            session.held.use(keys, session.stamp)
-            freed, blocks = [], len(keys)
-            for held, quota in self._limits_of(session):
-                freed += self._make_room(session, held, quota, keys, holds)
-                blocks = min(blocks, self._leading(held, quota, keys))
-            if also is not None:
-                blocks = also(session, keys[:blocks])
-            new = session.held.missing(keys[:blocks])
-            session.held.add(new)
-            for group in session.groups:
-                group.held.add(new)
-            session.held.use(keys[:blocks], session.stamp)
-            session.refused_blocks += len(keys) - blocks
             if storing:
                 session.storing.add(session.stamp)
-            return Charge(session, blocks, np.concatenate(freed) if freed else NO_KEYS, session.stamp)
+            session.held.use(keys, session.stamp)
+            if session.held.knows(keys).all():
+                return Charge(session, len(keys), NO_KEYS, session.stamp)
+            return self._charge_new(session, keys, holds, also)
+
+    def _charge_new(
+        self, session: Session, keys: Keys, holds: Holds, also: Callable[[Session, Keys], int] | None
+    ) -> Charge:
+        """As :meth:`charge`, where *keys* are not all referenced yet."""
+        freed, blocks = [], len(keys)
+        for held, quota in self._limits_of(session):
+            if quota.size is not None:
+                freed += self._make_room(session, held, quota, keys, holds)
+                blocks = min(blocks, self._leading(held, quota, keys))
+        if also is not None:
+            blocks = also(session, keys[:blocks])
+        new = session.held.missing(keys[:blocks])
+        session.held.add(new)
+        for group in session.groups:
+            group.held.add(new)
+        session.held.use(keys[:blocks], session.stamp)
+        session.refused_blocks += len(keys) - blocks
+        return Charge(session, blocks, np.concatenate(freed) if freed else NO_KEYS, session.stamp)
 
     def stored(self, charge: Charge, blocks: int) -> None:
         """What was charged is stored now, or never will be."""
