@@ -146,6 +146,11 @@ class KeySpace:
         """Tokens of a storage block."""
         return self.spec.block_tokens
 
+    @property
+    def closed(self) -> bool:
+        """Whether the manager was closed: nothing is found or stored any more."""
+        return self._context.chain.closed
+
     def chain(self, tokens: Any = (), media: Sequence[MediaSpan] = ()) -> KeyChain:
         """The keys of *tokens* (list, array or tensor of integers); TokenError when they are not token ids."""
         chain = KeyChain(self.identity, builder=self._context.config.key_builder, media=media)

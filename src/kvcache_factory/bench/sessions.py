@@ -3,8 +3,8 @@
 A turn is what an adapter does for one request of a conversation: look up its chain, load what is found, give the lease
 back, and store one new block, charged to its session.  A conversation that has become long starts over, so that blocks
 leave by policy and by quota all the time.  Each round measures all numbers of threads in another order; the figure is
-the ratio to one thread in the same round.  Wall time is what counts, and what neighbours on the machine disturb; CPU time
-a turn tells what threads cost each other.
+the ratio to one thread in the same round.  Wall time is what counts, and what neighbours on the machine disturb; CPU
+time a turn tells what threads cost each other.
 """
 
 from __future__ import annotations

@@ -206,6 +206,8 @@ class TransformersCacheAdapter(CacheAdapter):
         with self._guard("looking up"):
             try:
                 call = read_call(self.model, args, kwargs)
+                if self._space.closed:
+                    raise NotServed(Bypass.CLOSED)
                 self._stay_current()
                 request = self._request(call, options)
                 request.open()

@@ -105,7 +105,11 @@ class Conversation:
 def _render(tokenizer: Any, messages: Sequence[Message], template: Mapping[str, Any]) -> str:
     """The prompt as the model's template writes it; ConfigError where it cannot."""
     for number, message in enumerate(messages):
-        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str) or "content" not in message:
+        if (
+            not isinstance(message, Mapping)
+            or not isinstance(message.get("role"), str)
+            or not ("content" in message or "tool_calls" in message)
+        ):
             raise ConfigError(
                 f"chat: message {number} is {message!r:.80}; give a dict with 'role' (a string) and 'content', such as "
                 "{'role': 'user', 'content': 'Hello'}"
