@@ -35,6 +35,10 @@ class ManagerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     """How blocks will shrink; this version stores them as they are."""
     enable_metrics: bool = False
     """Measure the time of each operation."""
+    metrics_port: int | None = None
+    """Port on which metrics are served; 0: any that is free, None: none is opened."""
+    metrics_host: str = "127.0.0.1"
+    """Address that this port is opened on."""
     name: str = "default"
     """Name of the manager in logs and metrics."""
     integrity: Integrity = "off"
@@ -55,6 +59,7 @@ class ManagerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
             raise ConfigError(f"integrity={self.integrity!r}: use 'off', 'sample' or 'full'")
         if not isinstance(self.name, str) or not self.name:
             raise ConfigError(f"name={self.name!r}: give a non-empty string")
+        self._check_port()
         if self.key_builder not in KEY_BUILDERS:
             raise ConfigError(f"key_builder={self.key_builder!r}: use one of {', '.join(KEY_BUILDERS)}")
         if not self.lease_max_age_s > 0:
@@ -63,6 +68,15 @@ class ManagerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
             raise ConfigError(f"io_threads={self.io_threads!r}: use 1 to 64, or 0 for what fits the backend")
         if self.record is not None and not (isinstance(self.record, str) and self.record):
             raise ConfigError(f"record={self.record!r}: give the path of a file, or None")
+
+    def _check_port(self) -> None:
+        port = self.metrics_port
+        if port is not None and (isinstance(port, bool) or not isinstance(port, int) or not 0 <= port <= 65535):
+            raise ConfigError(f"metrics_port={port!r}: use 1 to 65535, 0 for any that is free, or None to open none")
+        if port is not None and not self.enable_metrics:
+            raise ConfigError(f"metrics_port={port} serves metrics, which are off; set enable_metrics=True too")
+        if not isinstance(self.metrics_host, str) or not self.metrics_host:
+            raise ConfigError(f"metrics_host={self.metrics_host!r}: give an address such as '127.0.0.1' or '0.0.0.0'")
 
 
 def parse_config(data: dict[str, Any]) -> ManagerConfig:

@@ -5,7 +5,6 @@ In the engine's path nothing raises: whatever fails is counted, logged once in a
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections import deque
@@ -25,6 +24,7 @@ from .engine.io import Ticket
 from .engine.ledger import MANAGER, Event, Ledger
 from .errors import ConfigError, LayoutError
 from .memory.region import BlockPositions, Region
+from .observe.log import LimitedLog
 from .observe.record import Recorder
 from .policy.base import Importance, RequestHint, ReuseHint
 from .session import Keeper, current_session
@@ -32,9 +32,6 @@ from .session.book import Charge
 
 if TYPE_CHECKING:
     from .config import ManagerConfig
-
-_log = logging.getLogger("kvcache_factory")
-LOG_EVERY_S = 60.0
 
 
 class Context:
@@ -47,11 +44,17 @@ class Context:
         self.sessions = sessions
         self.number = number
         self.recorder: Recorder | None = None
+        self.bypassed = False
         self.scorer: Importance | None = None
         """What tells how important blocks are, where the policy has such a hook."""
-        self._logged: dict[str, float] = {}
+        self.log = LimitedLog(config.name)
         self._lock = threading.RLock()  # a destructor may fail inside
         self._later: deque[Callable[[], object]] = deque()
+
+    @property
+    def serving(self) -> bool:
+        """Whether requests are served: tiers are open, and the cache is not bypassed."""
+        return self.chain.is_open and not self.bypassed
 
     def begin_recording(self, block_tokens: int) -> None:
         """Record requests from now on, if the configuration says so; the file is opened with the first."""
@@ -65,14 +68,22 @@ class Context:
             with self.guarded("record"):
                 self.recorder.close()
 
-    def guarded(self, verb: str) -> Guard:
-        """Count and log whatever is raised inside instead of letting it reach the engine; measure the time if asked."""
-        return Guard(self, verb)
+    def guarded(self, verb: str, *, timed: bool = True) -> Guard:
+        """Count and log whatever is raised inside instead of letting it reach the engine; measure the time if asked.
+
+        What is measured by tier, or takes next to no time, needs not be *timed* here.
+        """
+        return Guard(self, verb, timed=timed and self.ledger.timed)
 
     def soon(self, work: Callable[[], object]) -> None:
         """Run *work* now or, where a destructor asks in the middle of something, when the next verb has ended."""
         self._later.append(work)
         self.catch_up()
+
+    @property
+    def why_not(self) -> str:
+        """The reason of a match that finds nothing before anything was looked up, or fails."""
+        return "bypassed" if self.bypassed else "error" if self.chain.is_open else "closed"
 
     @property
     def late(self) -> bool:
@@ -93,27 +104,25 @@ class Context:
         """Count a failure of *verb*, and log it unless its like was logged within a minute."""
         kind = f"{verb}:{type(error).__name__}"
         self.ledger.add(MANAGER, Event.ERROR, reason=kind)
-        now = time.monotonic()
-        with self._lock:
-            if now - self._logged.get(kind, -LOG_EVERY_S) < LOG_EVERY_S:
-                return
-            self._logged[kind] = now
-        _log.warning("manager %r: %s failed and is answered as a miss: %s: %s", self.config.name, verb, kind, error)
+        text = f"{verb} failed and is answered as a miss: {kind}: {error}"
+        self.log.warning(kind, text, verb=verb, error=type(error).__name__)
 
 
 class Guard:
     """One verb: keeps its failures from the engine, marks the thread as inside, and measures if asked."""
 
-    __slots__ = ("_begun", "_catch_up", "_context", "_verb")
+    __slots__ = ("_begun", "_catch_up", "_context", "_timed", "_verb")
 
-    def __init__(self, context: Context, verb: str, catch_up: bool = True) -> None:
+    def __init__(self, context: Context, verb: str, catch_up: bool = True, timed: bool = False) -> None:
         self._context = context
         self._verb = verb
         self._catch_up = catch_up
+        self._timed = timed
 
     def __enter__(self) -> None:
         HERE.depth += 1
-        self._begun = time.perf_counter()
+        if self._timed:
+            self._begun = time.perf_counter()
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
         context = self._context
@@ -121,8 +130,8 @@ class Guard:
         if isinstance(error, Exception):
             context.failed(self._verb, error)
         HERE.depth -= 1
-        if context.config.enable_metrics:
-            context.ledger.time(self._verb, time.perf_counter() - self._begun)
+        if self._timed:
+            context.ledger.observe(MANAGER, self._verb, time.perf_counter() - self._begun)
         if self._catch_up and context.late:
             context.catch_up()
         return swallowed
@@ -161,14 +170,15 @@ class KeySpace:
         """Leading blocks that are stored, by key alone: no verification, no lease, nothing counted."""
         found = 0
         with self._context.guarded("peek"):
-            found = self._context.chain.peek(chain)
+            if self._context.serving:
+                found = self._context.chain.peek(chain)
         return found
 
     def held_in_memory(self, chain: KeyChain) -> int:
         """Leading blocks that the first tier holds, by key alone."""
         found = 0
         with self._context.guarded("peek"):
-            if self._context.chain.is_open:
+            if self._context.serving:
                 found = self._context.chain.tiers[0].index.peek(chain)
         return found
 
@@ -189,13 +199,16 @@ class KeySpace:
         limit = chain.num_blocks
         if max_tokens is not None:
             limit = min(limit, max(max_tokens, 0) // self.block_tokens)
-        match = Match(request_id, reason="error" if context.chain.is_open else "closed")
+        match = Match(request_id, reason=context.why_not)
         with context.guarded("match"):
             owner = session if session is not None else current_session(context.number)
             hint = RequestHint(reuse=reuse_hint, total_blocks=chain.num_blocks, session=owner or "")
-            if context.chain.is_open:
+            if context.serving:
                 self._require(chain)
                 match = context.chain.finding.match(chain, self.root, request_id, limit, Fidelity.EXACT, hint)
+            elif context.bypassed and limit:
+                context.ledger.add(MANAGER, Event.ASKED, limit)
+                context.ledger.add(MANAGER, Event.MISS, limit, reason="bypassed")
         self._charge(session, chain, match.blocks, used=True)
         if context.recorder is not None:
             with context.guarded("record"):
@@ -209,7 +222,7 @@ class KeySpace:
         Returns how many leading blocks were copied; what lies behind them is undefined and must be recomputed.
         """
         loaded = 0
-        with self._context.guarded("load"):
+        with self._context.guarded("load", timed=False):
             if self._context.chain.is_open and match.blocks:
                 self._require(region=region)
                 loaded = self._context.chain.loading.load(match, region, positions)
@@ -240,7 +253,7 @@ class KeySpace:
         stored = 0
         with self._context.guarded("save"):
             count = min(len(positions), chain.num_blocks - first)
-            if self._context.chain.is_open and count > 0:
+            if self._context.serving and count > 0:
                 self._require(chain, region)
                 owner = session if session is not None else current_session(self._context.number)
                 hint = RequestHint(
@@ -278,7 +291,7 @@ class KeySpace:
         plan = None
         with self._context.guarded("save"):
             count = min(count, chain.num_blocks - first)
-            if self._context.chain.is_open and count > 0:
+            if self._context.serving and count > 0:
                 self._require(chain)
                 owner = session if session is not None else current_session(self._context.number)
                 blocks, first_block = chain.num_blocks, first
@@ -304,6 +317,21 @@ class KeySpace:
         """Whether the lease of *match* is still there."""
         return self._context.chain.leases.holds(match.request_id, match.lease)
 
+    def serve(self, match: Match, blocks: int, *, declined: bool = False) -> None:
+        """For engines that load by :meth:`plan_load`: the leading *blocks* of *match* are not computed again.
+
+        *declined*: the others are, because that was judged faster.
+        """
+        lease = self._context.chain.leases.find(match.request_id, match.lease)
+        if lease is not None:
+            lease.usage.served = blocks
+            lease.usage.chosen = match.blocks - blocks if declined else 0
+
+    def first_token(self, seconds: float) -> None:
+        """A request got its first token so many *seconds* after it had come: counted if durations are measured."""
+        if self._context.ledger.timed:
+            self._context.ledger.observe(MANAGER, "first_token", seconds)
+
     def plan_load(self, match: Match, count: int) -> LoadPlan:
         """Slots of the first tier with the leading blocks of *match*, at most *count*; they stay while it is leased."""
         plan = LoadPlan()
@@ -315,7 +343,7 @@ class KeySpace:
     def release(self, request_id: str, output_tokens: int = 0) -> bool:
         """Give the lease of a request back; idempotent.  *output_tokens*: how many it generated."""
         released = False
-        with self._context.guarded("release"):
+        with self._context.guarded("release", timed=False):
             released = self._context.chain.release(request_id, output_tokens)
         if self._context.recorder is not None:
             with self._context.guarded("record"):
@@ -326,7 +354,7 @@ class KeySpace:
         """Start to bring what slower tiers hold of *chain* to the first tier; None when there is nothing to do."""
         ticket = None
         with self._context.guarded("prefetch"):
-            if self._context.chain.is_open:
+            if self._context.serving:
                 ticket = self._context.chain.finding.prefetch(chain, self.root)
         return ticket
 

@@ -8,7 +8,7 @@ import os
 import time
 import weakref
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .backend import Backend, CPUBackend
 from .block.identity import Identity
@@ -19,10 +19,12 @@ from .config import Integrity, ManagerConfig, PolicyConfig, dump_config, parse_c
 from .engine.chain import TierChain
 from .engine.index import Index
 from .engine.inside import INSIDE
-from .engine.ledger import MANAGER, Event, Ledger
+from .engine.ledger import Ledger
 from .errors import ConfigError
 from .jit import warm_up_in_background
 from .keyspace import Context, KeySpace
+from .observe.port import join_port
+from .observe.state import state_of
 from .policy.base import EvictionPolicy
 from .policy.compression import CompressionPolicy
 from .policy.order import LRUEvictionPolicy
@@ -41,6 +43,9 @@ from .session import (
 from .session.model import SessionOptions
 from .session.settings import OnQuota, Size
 from .store.base import SlotMemory
+
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
 
 _NUMBERS = itertools.count(1)
 _log = logging.getLogger("kvcache_factory")
@@ -62,7 +67,12 @@ class CacheManager:
     compression_policy:
         Kept as a description only: this version stores blocks as they are, and says so in the log.
     enable_metrics:
-        Measure the time of each operation; counts are always kept.  See :meth:`state`.
+        Measure the time of each operation; counts are always kept.  See :meth:`state` and :attr:`registry`.
+    metrics_port:
+        Port on which ``/metrics`` is served, and the page where the extra ``server`` is installed.  Managers of one
+        process share it.  0: any that is free, see :attr:`metrics_address`; None: none is opened.
+    metrics_host:
+        Address that it is opened on; ``"0.0.0.0"`` lets other machines read it.
     name:
         Name in logs and figures.
     integrity:
@@ -86,7 +96,9 @@ class CacheManager:
         eviction_policy: EvictionPolicy | None = None,
         compression_policy: CompressionPolicy | None = None,
         enable_metrics: bool = False,
+        metrics_port: int | None = None,
         *,
+        metrics_host: str = "127.0.0.1",
         name: str = "default",
         integrity: Integrity = "off",
         key_builder: str = "ROLLING_HASH",
@@ -113,6 +125,8 @@ class CacheManager:
             eviction_policy=PolicyConfig(policy.name, policy.options()),
             compression_policy=compression_policy,
             enable_metrics=enable_metrics,
+            metrics_port=metrics_port,
+            metrics_host=metrics_host,
             name=name,
             integrity=integrity,
             key_builder=key_builder,
@@ -123,7 +137,7 @@ class CacheManager:
         )
         self._number = next(_NUMBERS)
         self._sessions = SessionBook(self.config.sessions, time.monotonic)
-        self._ledger = Ledger()
+        self._ledger = Ledger(timed=enable_metrics)
         # The chain outlives this object only until its threads have ended, so it must not refer back to it.
         failures = _Failures()
         self._chain = build_chain(self.config, policy, self._ledger, failures)
@@ -134,6 +148,8 @@ class CacheManager:
         failures.context = self._context
         self._finalizer = weakref.finalize(self, _close, self._chain, self._context)
         self._remotes = self._keeper.remotes
+        self._registry: CollectorRegistry | None = None
+        self._port = join_port(self, metrics_host, metrics_port) if metrics_port is not None else None
         _LIVE.add(self)
 
     # -- configuration ------------------------------------------------------------------------------------------------
@@ -151,6 +167,8 @@ class CacheManager:
             eviction_policy=make_policy(config.eviction_policy.name, **config.eviction_policy.options),
             compression_policy=config.compression_policy,
             enable_metrics=config.enable_metrics,
+            metrics_port=config.metrics_port,
+            metrics_host=config.metrics_host,
             name=config.name,
             integrity=config.integrity,
             key_builder=config.key_builder,
@@ -295,10 +313,25 @@ class CacheManager:
 
     # -- running it ---------------------------------------------------------------------------------------------------
 
-    def evict(self, blocks: int) -> int:
-        """Let up to *blocks* blocks leave the first tier by policy; returns how many did."""
+    def evict(self, blocks: int, tier: str | None = None) -> int:
+        """Let up to *blocks* blocks leave a tier, the first unless named, by policy; returns how many did.
+
+        ConfigError when there is no such tier.
+        """
+        number = self._chain.number_of(tier) if tier is not None else 0
         with INSIDE:
-            return self._chain.evict(blocks) if self._chain.is_open else 0
+            evicted = self._chain.evict(blocks, number) if self._chain.is_open else 0
+        return evicted + sum(remote.call("evict", blocks, tier) or 0 for remote in self._remotes)
+
+    def drop_tier(self, tier: str) -> int:
+        """Drop every block of a tier, by its name in :meth:`state`; returns how many.  Copies in other tiers stay.
+
+        ConfigError when there is no such tier.
+        """
+        number = self._chain.number_of(tier)
+        with INSIDE:
+            dropped = self._chain.drop_tier(number) if self._chain.is_open else 0
+        return dropped + sum(remote.call("drop_tier", tier) or 0 for remote in self._remotes)
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait for background copies; False when *timeout* seconds were not enough."""
@@ -328,27 +361,48 @@ class CacheManager:
         """What is held and what has happened, as plain data."""
         self._context.catch_up()
         self._keeper.expire_if_due()
-        asked, hit = (self._ledger.total(event, MANAGER).blocks for event in (Event.ASKED, Event.HIT))
         return {
-            "name": self.config.name,
-            "open": self._chain.is_open,
-            "compression": "none",
-            "tiers": [tier.state() for tier in self._chain.tiers],
-            "leases": len(self._chain.leases),
-            "sessions": [session.stats() for session in self._sessions],
-            "session_groups": self._keeper.groups(),
-            "hit_rate_blocks": hit / asked if asked else 0.0,
-            "events": self._ledger.rows(),
-            "seconds": self._ledger.seconds(),
+            **state_of(self.config, self._chain, self._ledger, self._keeper),
+            "bypassed": self._context.bypassed,
             "engines": [remote.call("state") for remote in self._remotes],
         }
+
+    @property
+    def ledger(self) -> Ledger:
+        """Where everything is counted."""
+        return self._ledger
+
+    @property
+    def registry(self) -> CollectorRegistry:
+        """A registry of prometheus_client with this manager's metrics only, for a server that you have already."""
+        if self._registry is None:
+            from .observe.metrics import registry_of
+
+            self._registry = registry_of(self)
+        return self._registry
+
+    @property
+    def metrics_address(self) -> tuple[str, int] | None:
+        """Host and port on which metrics are served; None where no port was asked for."""
+        return self._port.address if self._port is not None else None
 
     def follow(self, remote: Remote) -> None:
         """Make this manager a client of one in another process: what is done to sessions here is done there, too."""
         self._keeper.follow(remote)
 
+    def bypass(self, on: bool = True) -> None:
+        """Make the cache vanish without touching the engine, or come back: what it holds stays, nothing is served.
+
+        Requests that were promised blocks before still get them.
+        """
+        self._context.bypassed = bool(on)
+        for remote in self._remotes:
+            remote.call("bypass", bool(on))
+
     def close(self) -> None:
-        """Stop intake, finish background work, free all memory; idempotent."""
+        """Stop intake, finish background work, free all memory, leave the port; idempotent."""
+        if self._port is not None:
+            self._port.leave(self)
         self._finalizer()
 
     def __enter__(self) -> CacheManager:

@@ -26,7 +26,7 @@ def test_threads_lose_no_count() -> None:
     def count() -> None:
         for _ in range(500):
             ledger.add("cpu", Event.HIT, 2, 3)
-            ledger.time("match", 0.5)
+            ledger.observe("manager", "match", 0.5)
 
     threads = [threading.Thread(target=count) for _ in range(4)]
     for thread in threads:
@@ -37,12 +37,23 @@ def test_threads_lose_no_count() -> None:
     assert ledger.seconds() == [{"verb": "match", "calls": 2000, "seconds": 1000.0}]
 
 
+def test_what_ended_threads_counted_stays_and_their_shards_do_not_pile_up() -> None:
+    """A process that starts a thread for each request keeps one sum, not one for each thread that ever was."""
+    ledger = Ledger()
+    for _ in range(50):
+        thread = threading.Thread(target=ledger.add, args=("cpu", Event.HIT, 1, 10))
+        thread.start()
+        thread.join()
+    assert ledger.total(Event.HIT) == (50, 50, 500)
+    assert len(ledger._shards) <= 2
+
+
 def test_counting_inside_counting_does_not_wait_for_itself() -> None:
-    """The collector may run a destructor inside add(), which ends a session, which counts."""
+    """The collector may run a destructor inside a reader, which ends a session, which counts."""
     ledger = Ledger()
     with ledger._lock:
         ledger.add("cpu", Event.DROPPED, 1)
-    assert ledger.total(Event.DROPPED).blocks == 1
+        assert ledger.total(Event.DROPPED).blocks == 1
 
 
 def test_what_was_asked_is_hits_and_misses_and_the_rate_follows(open_cache: Opener) -> None:

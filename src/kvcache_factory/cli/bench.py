@@ -27,6 +27,7 @@ TABLES = {
         "Many threads on many sessions against one thread.",
         "Turns a second of 1 to 32 threads on 200 sessions with quotas: wall time, ratio to one thread in a round.",
     ),
+    "ledger": ("Cost of counting.", "CPU time of an L1 get with counts, and with durations too, by that without."),
     "index": ("Memory and eviction of the index.", "Bytes a block, and eviction with half of the entries leased."),
 }
 OPTIONS = {

@@ -24,14 +24,17 @@ from .finding import Finding
 from .flow import Flow, FlowSettings
 from .io import IOPool, Lane, Ticket
 from .lasting import LastingTier
-from .lease import LeaseBook
+from .lease import LeaseBook, Usage
 from .ledger import MANAGER, Event, Ledger
 from .loading import Loading
 from .mover import Mover
 from .roots import Roots
 from .saving import Saving
+from .seen import Seen
 from .table import Keys
 from .tier import Tier
+
+REUSABLE, SERVED = Event.REUSABLE, Event.SERVED  # Python 3.11 takes long to look up a member
 
 
 class TierChain:
@@ -66,7 +69,7 @@ class TierChain:
         self.flow = Flow(self.tiers, settings, self.roots, on_error, io)
         self.ledger = ledger
         self.mover = mover or Mover()
-        self.leases = LeaseBook(settings.lease_max_age_s, clock, self._count_expired)
+        self.leases = LeaseBook(settings.lease_max_age_s, clock, self._count_expired, self._count_usage)
         self.finding = Finding(self.tiers, self.flow, self.leases, ledger)
         self.loading = Loading(self.tiers, self.flow, self.leases, self.mover, ledger)
         self.saving = Saving(self.tiers, self.flow, self.leases, self.mover)
@@ -94,6 +97,7 @@ class TierChain:
                     tier.close()
                 raise
             self.flow.open(spec)
+            self.finding.seen = self.saving.seen = Seen(sum(tier.index.capacity for tier in self.tiers))
             self._spec = spec
 
     @staticmethod
@@ -151,6 +155,11 @@ class TierChain:
             if isinstance(tier, LastingTier):
                 tier.refresh()
 
+    @property
+    def block_tokens(self) -> int:
+        """Tokens of a block; 0 before a model is registered."""
+        return self._spec.block_tokens if self._spec is not None else 0
+
     # -- leaving ------------------------------------------------------------------------------------------------------
 
     def release(self, request_id: str, output_tokens: int = 0) -> bool:
@@ -165,6 +174,21 @@ class TierChain:
         keys = tier.evict(blocks)
         tier.count_evicted(keys, self.flow.below(number))
         return len(keys)
+
+    def number_of(self, name: str) -> int:
+        """The number of the tier of this *name*; ConfigError when there is none."""
+        names = [tier.name for tier in self.tiers]
+        if name not in names:
+            raise ConfigError(f"there is no tier {name!r}; there are {', '.join(names)}")
+        return names.index(name)
+
+    def drop_tier(self, number: int, reason: str = "asked") -> int:
+        """Drop every block of tier *number*; returns how many.  Copies of them in other tiers stay."""
+        tier = self.tiers[number]
+        dropped = tier.index.clear()
+        tier.count(Event.DROPPED, dropped, reason)
+        tier.settle()
+        return dropped
 
     def drop(self, chain: KeyChain, first: int = 0, reason: str = "asked") -> int:
         """Drop the blocks of *chain* from number *first* on, and all that was built on them, from every tier."""
@@ -195,8 +219,10 @@ class TierChain:
         return held
 
     def clear(self, reason: str) -> None:
-        """Drop every block from every tier."""
+        """Drop every block from every tier, and forget what was seen."""
         self.flow.io.wait()
+        if self.finding.seen is not None:
+            self.finding.seen.clear()
         for tier in self.tiers:
             if tier.is_open:
                 tier.count(Event.DROPPED, tier.index.clear(), reason)
@@ -218,7 +244,29 @@ class TierChain:
             )
             if came != tier.index.ready + left:
                 problems.append(f"tier {tier.name}: {came} blocks came, but {tier.index.ready} are held, {left} left")
+        for whole, parts in (
+            (Event.ASKED, (Event.HIT, Event.MISS)),
+            (Event.REUSABLE, (Event.SERVED, Event.RECOMPUTED)),
+        ):
+            total = self.ledger.total(whole, MANAGER).blocks
+            counted = {part.value: self.ledger.total(part, MANAGER).blocks for part in parts}
+            if total != sum(counted.values()):
+                problems.append(f"manager: {whole} {total} blocks, but {counted}")
         return problems
 
     def _count_expired(self) -> None:
         self.ledger.add(MANAGER, Event.LEASE_EXPIRED)
+
+    def _count_usage(self, usage: Usage) -> None:
+        """A request has ended: what there was of its history, and what became of that."""
+        if not usage.reusable:
+            return
+        served = min(usage.served, usage.found)
+        self.ledger.add_both(MANAGER, REUSABLE, SERVED, usage.reusable, served)
+        if served == usage.reusable:
+            return
+        chosen = min(usage.chosen, usage.found - served)
+        rest = {"chosen": chosen, "not_loaded": usage.found - served - chosen, "gone": usage.reusable - usage.found}
+        for reason, blocks in rest.items():
+            if blocks:
+                self.ledger.add(MANAGER, Event.RECOMPUTED, blocks, reason=reason)

@@ -97,7 +97,8 @@ class Fetch:
         images: list[Image] = []
         reason = "io_error"
         try:
-            read = self._source.store.read(self.rows, self.landing.memory, self.landing.slots, 0)
+            with self._source.timing("read"):
+                read = self._source.store.read(self.rows, self.landing.memory, self.landing.slots, 0)
             for number in range(read):
                 proven = self._prove(number)
                 if isinstance(proven, Image) and proven.fidelity > self._source.index.fidelity[self.rows[number]]:
@@ -231,10 +232,14 @@ class Fetcher:
     @property
     def out_of_service(self) -> bool:
         """Whether reads that nobody waits for hold as many slots as they may."""
+        return self.abandoned > max(ABANDONED_SHARE * self.above.index.capacity, WINDOW)
+
+    @property
+    def abandoned(self) -> int:
+        """Blocks whose reads nobody waits for any more, but which have not ended."""
         with self._lock:
             self._abandoned = [fetch for fetch in self._abandoned if not fetch.done]
-            held = sum(len(fetch.rows) for fetch in self._abandoned)
-        return held > max(ABANDONED_SHARE * self.above.index.capacity, WINDOW)
+            return sum(len(fetch.rows) for fetch in self._abandoned)
 
     def prepare(self, chain: ChainView, root: int, first: int, rows: Rows) -> Fetch | None:
         """A read of the leading *rows* into slots of the tier above, for the caller to run; None without such slots."""

@@ -12,10 +12,13 @@ from ..policy.base import NO_HINT, RequestHint
 from .flow import Flow
 from .io import Lane, Ticket
 from .lasting import LastingTier
-from .lease import LeaseBook
+from .lease import LeaseBook, Usage
 from .ledger import MANAGER, Event, Ledger
 from .prefetch import Prefetch
+from .seen import Seen
 from .tier import Tier
+
+ASKED, HIT = Event.ASKED, Event.HIT  # Python 3.11 takes long to look up a member
 
 
 class Finding:
@@ -26,6 +29,8 @@ class Finding:
         self.flow = flow
         self.leases = leases
         self.ledger = ledger
+        self.seen: Seen | None = None
+        """Keys that were computed before; there once the tiers are open."""
         self._prefetches = itertools.count()
 
     def match(
@@ -55,16 +60,20 @@ class Finding:
                 tier.index.unpin(row)
             raise
         if counted:
-            self.ledger.add(MANAGER, Event.ASKED, limit)
-            self.ledger.add(MANAGER, Event.HIT, covered)
+            self.ledger.add_both(MANAGER, ASKED, HIT, limit, covered)
         if counted and covered < limit:
             self.ledger.add(MANAGER, Event.MISS, limit - covered, reason=reason)
-        lease = self.leases.open(request_id, pins)
+        lease = self.leases.open(request_id, pins, self._usage(chain, limit, covered) if counted else None)
         self.flow.settle()
         tokens = covered * chain.identity.block_tokens
         stored = any(self.tiers[segment.tier].store.memory is None for segment in segments)
         view = self._view(chain, covered) if stored else None
         return Match(request_id, covered, tokens, tuple(segments), reason, lease, root, view)
+
+    def _usage(self, chain: KeyChain, limit: int, covered: int) -> Usage:
+        """Of a request's *limit* blocks, *covered* were found; the others count as history where they were seen."""
+        missed = chain.keys[covered:limit]
+        return Usage(covered + (self.seen.leading(missed) if self.seen is not None and len(missed) else 0), covered)
 
     @staticmethod
     def _view(chain: KeyChain, blocks: int) -> ChainView:
@@ -107,9 +116,9 @@ class Finding:
             found = tier.index.match(chain, root, limit, worst, hint)
             served = max(len(found.rows) - covered, 0)
             if counted:
-                tier.count(Event.ASKED, limit - covered)
-                tier.count(Event.HIT, served)
-                tier.count(Event.MISS, limit - covered - served, found.reason)
+                self.ledger.add_both(tier.name, ASKED, HIT, limit - covered, served, tier.block_bytes)
+                if covered + served < limit:
+                    tier.count(Event.MISS, limit - covered - served, found.reason)
             reason = found.reason
             if served:
                 segments.append(Segment(number, covered, found.rows[covered:]))

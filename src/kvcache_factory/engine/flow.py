@@ -94,6 +94,15 @@ class Flow:
             self._fetchers.setdefault(number, made)
         return self._fetchers[number]
 
+    def known_fetcher(self, number: int) -> Fetcher | None:
+        """What reads blocks of tier *number*, if it was needed so far."""
+        return self._fetchers.get(number)
+
+    @property
+    def abandoned_reads(self) -> int:
+        """Blocks whose reads nobody waits for any more, but which have not ended."""
+        return sum(fetcher.abandoned for fetcher in list(self._fetchers.values()))
+
     def below(self, number: int) -> Tier | None:
         """The tier below tier *number*."""
         return self.tiers[number + 1] if number + 1 < len(self.tiers) else None
@@ -153,7 +162,8 @@ class Flow:
             target.count_left(reservation, self.below(target_number))
             if len(reservation.rows):
                 part = slice(reservation.first, reservation.first + len(reservation.rows))
-                self._fill(source, chain, part, target, reservation.rows, event)
+                with target.timing("demote" if event is Event.DEMOTED else "promote"):
+                    self._fill(source, chain, part, target, reservation.rows, event)
                 if event is Event.DEMOTED:
                     self.stored(target_number, int(reservation.rows[-1]))
                 else:

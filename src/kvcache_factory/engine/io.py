@@ -126,6 +126,15 @@ class IOPool:
         """Jobs that wait."""
         return sum(len(lane) for lane in self._lanes)
 
+    def waiting(self, lane: Lane) -> int:
+        """Jobs that wait in one lane."""
+        return len(self._lanes[lane])
+
+    @property
+    def running(self) -> int:
+        """Jobs at work."""
+        return self._running
+
     def close(self) -> None:
         """Refuse new jobs, finish those that were taken, end the threads; idempotent."""
         with self._changed:

@@ -156,6 +156,7 @@ class LastingTier(Tier):
         roots: Roots,
     ) -> None:
         super().__init__(name, store, policy, budget_bytes, ledger, clock)
+        store.report_to(lambda reason, times: ledger.add(name, Event.STORE_ERROR, times, reason=reason))
         self._roots = roots
         self._refreshed_s = clock()
         self.refreshing = False
@@ -177,6 +178,7 @@ class LastingTier(Tier):
                 "smaller size_gb"
             ) from error
         self._index = index
+        self._time_lock()
         self._enter(index, entries)
 
     def _rows_for(self, found: int) -> int:
@@ -254,7 +256,9 @@ class LastingTier(Tier):
         source, encoded = memory.view, staging.memory.view
         for slot, into in zip(slots.tolist(), staged.tolist(), strict=True):
             codec.encode(staging.spec, source[slot], encoded[into])
-        return self.store.write(rows, staging.memory, staged, 0, depths=self.index.depth[rows])
+        done = self.store.write(rows, staging.memory, staged, 0, depths=self.index.depth[rows])
+        self.count(Event.ENCODED, done, codec.name)
+        return done
 
     def _clear_other_class(self) -> None:
         """Make room by emptying a segment of blocks of another size, if this process owns one and needs it."""

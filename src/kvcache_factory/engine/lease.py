@@ -9,11 +9,28 @@ from collections.abc import Callable
 from .tier import Tier
 
 
+class Usage:
+    """What became of the history of one request, in blocks from its first on."""
+
+    __slots__ = ("chosen", "found", "reusable", "served")
+
+    def __init__(self, reusable: int = 0, found: int = 0) -> None:
+        self.reusable = reusable
+        """Seen before."""
+        self.found = found
+        """Stored."""
+        self.served = 0
+        """Given to the engine."""
+        self.chosen = 0
+        """Found, and computed because that was judged faster."""
+
+
 class Lease:
     """Pins held for one request; one pin holds a row and all its ancestors."""
 
-    def __init__(self, number: int, pins: list[tuple[Tier, int]], created: float) -> None:
+    def __init__(self, number: int, pins: list[tuple[Tier, int]], created: float, usage: Usage) -> None:
         self.number = number
+        self.usage = usage
         self.pins = pins
         self.created = created
         self.busy = 0
@@ -32,12 +49,21 @@ class LeaseBook:
         Seconds.
     on_expired:
         Called for each lease that was given back because of its age.
+    on_ended:
+        Called with the usage of each request that has ended, by itself or because of its age.
     """
 
-    def __init__(self, max_age_s: float, clock: Callable[[], float], on_expired: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        max_age_s: float,
+        clock: Callable[[], float],
+        on_expired: Callable[[], None],
+        on_ended: Callable[[Usage], None] = lambda usage: None,
+    ) -> None:
         self._max_age_s = max_age_s
         self._clock = clock
         self._on_expired = on_expired
+        self._on_ended = on_ended
         self._numbers = itertools.count()
         self._leases: dict[str, Lease] = {}
         self._lock = threading.Lock()
@@ -45,10 +71,13 @@ class LeaseBook:
     def __len__(self) -> int:
         return len(self._leases)
 
-    def open(self, request_id: str, pins: list[tuple[Tier, int]]) -> int:
-        """Take over *pins* for a request; what it held before is given back.  Returns the lease's number."""
+    def open(self, request_id: str, pins: list[tuple[Tier, int]], usage: Usage | None = None) -> int:
+        """Take over *pins* for a request; what it held before is given back.  Returns the lease's number.
+
+        The *usage* of a request that looks again is that of its last look.
+        """
         with self._lock:
-            lease = Lease(next(self._numbers), pins, self._clock())
+            lease = Lease(next(self._numbers), pins, self._clock(), usage or Usage())
             before = self._leases.pop(request_id, None)
             self._leases[request_id] = lease
         self._close(before)
@@ -76,12 +105,17 @@ class LeaseBook:
         for tier, row in ends.values():
             tier.index.finish(row, output_tokens)
         self._close(lease)
+        self._on_ended(lease.usage)
         return True
+
+    def find(self, request_id: str, number: int) -> Lease | None:
+        """The lease of this *number*, while the request has it."""
+        lease = self._leases.get(request_id)
+        return lease if lease is not None and lease.number == number else None
 
     def holds(self, request_id: str, number: int) -> bool:
         """Whether a request still has the lease of this *number*."""
-        lease = self._leases.get(request_id)
-        return lease is not None and lease.number == number
+        return self.find(request_id, number) is not None
 
     def enter(self, request_id: str, number: int) -> Lease | None:
         """Keep a lease alive while a copy uses its rows; None when it is gone.  :meth:`leave` must follow."""
@@ -113,6 +147,7 @@ class LeaseBook:
         for lease in expired:
             self._close(lease)
             self._on_expired()
+            self._on_ended(lease.usage)
 
     def clear(self) -> None:
         """Give every lease back."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 from ..block.plan import LoadPlan, Match, Segment
@@ -12,6 +13,8 @@ from .lease import LeaseBook
 from .ledger import MANAGER, Event, Ledger
 from .mover import Mover
 from .tier import Tier
+
+LOADED = Event.LOADED  # Python 3.11 takes long to look up a member
 
 
 class Loading:
@@ -34,7 +37,9 @@ class Loading:
             self.ledger.add(MANAGER, Event.LOAD_FAILED, match.blocks, reason="lease_gone")
             return 0
         try:
-            return self._load_segments(match, region, positions)
+            loaded = self._load_segments(match, region, positions)
+            lease.usage.served = max(lease.usage.served, loaded)
+            return loaded
         finally:
             self.leases.leave(lease)
             self.flow.settle()
@@ -45,11 +50,14 @@ class Loading:
             tier = self.tiers[segment.tier]
             wanted = min(len(segment.rows), len(positions) - loaded)
             part = positions[loaded : loaded + wanted]
+            begun = time.perf_counter()
             if tier.store.memory is not None:
                 got = self._load_memory(segment, wanted, region, part)
             else:
                 got = self._load_stored(match, segment, wanted, region, part)
-            tier.count(Event.LOADED, got)
+            if self.ledger.timed:
+                self.ledger.observe(tier.name, "load", time.perf_counter() - begun)
+            tier.count(LOADED, got)
             loaded += got
             if got < len(segment.rows):
                 break
@@ -91,11 +99,13 @@ class Loading:
         """
         tier = self.tiers[0]
         segment = match.segments[0] if match.segments else None
-        if segment is None or segment.tier or not self.leases.holds(match.request_id, match.lease):
+        lease = self.leases.find(match.request_id, match.lease)
+        if segment is None or segment.tier or lease is None:
             return LoadPlan()
         rows = segment.rows[:count]
         sound = tier.sound(rows, self.flow.settings.integrity)
         if sound < len(rows):
             tier.reject(rows[sound:], "checksum")
+            lease.usage.served = min(lease.usage.served, sound)
         tier.count(Event.LOADED, sound)
         return LoadPlan(rows[:sound], tier.index.layout[rows[:sound]])

@@ -14,6 +14,7 @@ from .flow import Flow
 from .lease import LeaseBook
 from .ledger import Event
 from .mover import Mover
+from .seen import Seen
 from .tier import Tier
 
 
@@ -25,6 +26,8 @@ class Saving:
         self.flow = flow
         self.leases = leases
         self.mover = mover
+        self.seen: Seen | None = None
+        """Keys that were computed before; there once the tiers are open."""
 
     def save(
         self,
@@ -47,7 +50,8 @@ class Saving:
             if len(plan.rows):
                 start = plan.first - first
                 part = positions[start : start + len(plan.rows)]
-                self.mover.gather(self.tiers[0], plan.rows, region, part)
+                with self.tiers[0].timing("save"):
+                    self.mover.gather(self.tiers[0], plan.rows, region, part)
                 filled = len(plan.rows)
         finally:
             self.finish_save(plan, filled, hint, request_id)
@@ -68,6 +72,8 @@ class Saving:
         Whoever copies them, here or in another process, must end with :meth:`finish_save`.
         """
         tier = self.tiers[0]
+        if self.seen is not None:
+            self.seen.add(chain.keys[first : first + count])
         reservation = tier.reserve(chain, root, first, count, fidelity, self.mover.layout_code(tag), hint)
         tier.count_left(reservation, self.flow.below(0))
         if reservation.reason == "parent_absent":

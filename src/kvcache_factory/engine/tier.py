@@ -91,8 +91,18 @@ class Tier:
             )
         self.store.open(spec, rows)
         self._index = Index(rows, spec.block_tokens, self.policy, self._clock)
+        self._time_lock()
         self.spec = spec
         self.block_bytes = per_row
+
+    def _time_lock(self) -> None:
+        """Measure how long threads wait for the index, if durations are measured."""
+        if self.ledger.timed:
+            self.index.time_lock(lambda seconds: self.ledger.observe(self.name, "lock_wait", seconds))
+
+    def timing(self, operation: str) -> AbstractContextManager[None]:
+        """Measure what is inside as an *operation* of this tier, if durations are measured."""
+        return self.ledger.timing(self.name, operation)
 
     @property
     def index(self) -> Index:
@@ -197,7 +207,20 @@ class Tier:
             "held_bytes": self.held_bytes,
             "block_bytes": self.block_bytes,
             "prefaulted": getattr(self.store.memory, "prefaulted", 1.0) if index else 0.0,
+            "codec": self.codec.name if self.codec is not None else "none",
+            "payload_bytes": self.spec.payload_bytes if self.spec is not None else 0,
+            **self._figures(),
         }
+
+    def _figures(self) -> dict[str, Any]:
+        """What the store says, with the padding of slots among what is lost to fragmentation."""
+        figures = self.store.figures()
+        if self.spec is not None and self.is_open:
+            slot = self.store.slot_bytes(self.spec)
+            padding = slot - self.store.payload_offset - self.spec.payload_bytes
+            lost = figures.setdefault("fragmentation", {})
+            lost[slot] = lost.get(slot, 0) + padding * self.index.used
+        return figures
 
     def count(self, event: Event, blocks: int, reason: str = "") -> None:
         """Count *blocks* in the ledger under this tier; nothing when there are none."""
@@ -209,6 +232,7 @@ class Tier:
         kept = int((below.index.rows_of(keys) >= 0).sum()) if below is not None and len(keys) else 0
         self.count(Event.EVICTED, kept, "kept_below")
         self.count(Event.EVICTED, len(keys) - kept, "capacity")
+        self.count(Event.UNUSED, self.index.take_unused())
 
     def seal(self, rows: Rows, integrity: str) -> None:
         """Note checksums of the payloads of *rows* that were just filled, as far as *integrity* asks for it."""

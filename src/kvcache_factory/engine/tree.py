@@ -14,8 +14,10 @@ until :meth:`Tree.recycle`.
 
 from __future__ import annotations
 
+import _thread
 import itertools
 import threading
+import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -49,6 +51,24 @@ def _unlink_run(parent: Any, children: Any, pins: Any, state: Any, stamps: Any, 
             out[count] = above
             return count
         row = above
+
+
+class WaitingLock(_thread.RLock):  # type: ignore[misc]  # final in the stubs only
+    """A reentrant lock that tells how long a thread had to wait for it, when it had to.
+
+    It is taken several times in each request, so it is the interpreter's own lock with one method before it.
+    """
+
+    def __init__(self, on_wait: Callable[[float], None]) -> None:
+        self._on_wait = on_wait
+
+    def __enter__(self, _acquire: Callable[..., bool] = _thread.RLock.acquire) -> bool:  # type: ignore[override]
+        if _acquire(self, False):
+            return True
+        begun = time.perf_counter()
+        _acquire(self)
+        self._on_wait(time.perf_counter() - begun)
+        return True
 
 
 class Unlinker:
@@ -134,6 +154,7 @@ class Tree:
         self._free: Rows = np.arange(rows - 1, -1, -1, dtype=np.int32)
         self._num_free = rows
         self._live = 0
+        self._unused = 0
         column = self.keys.view()
         column.flags.writeable = False
         policy.bind(rows, column)
@@ -193,6 +214,7 @@ class Tree:
     def _let_go(self, unlinked: list[int]) -> Keys:
         """Free rows that were taken out of the tree; returns their keys."""
         rows = np.array(unlinked, np.int32)
+        self._unused += int(np.count_nonzero(self.hits[rows] == 0))
         self._table.remove(rows)
         self._release(rows)
         return self.keys[rows]
@@ -210,6 +232,16 @@ class Tree:
     def _return(self, rows: Rows) -> None:
         self._free[self._num_free : self._num_free + len(rows)] = rows[::-1]
         self._num_free += len(rows)
+
+    def take_unused(self) -> int:
+        """How many of the blocks that have left by policy since the last call had never been found."""
+        with self._lock:
+            unused, self._unused = self._unused, 0
+            return unused
+
+    def time_lock(self, on_wait: Callable[[float], None]) -> None:
+        """Call *on_wait* with the seconds that a thread had to wait for the lock; before anybody uses it."""
+        self._lock = WaitingLock(on_wait)
 
     @property
     def in_limbo(self) -> bool:

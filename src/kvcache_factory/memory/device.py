@@ -73,6 +73,17 @@ class DeviceSlab:
         if self._host is not None:
             self._host.prefault_in_background()
 
+    def usage(self) -> tuple[int, int]:
+        """Bytes in use on the device by everything in this process, and their peak; of these slots on the host."""
+        if self._host is not None:
+            return self.slots * self.slot_bytes, self.slots * self.slot_bytes
+        import torch
+
+        if torch.device(self.device).type != "cuda":
+            size = 0 if self._bytes is None else self._bytes.numel()
+            return size, size
+        return torch.cuda.memory_allocated(self.device), torch.cuda.max_memory_allocated(self.device)
+
     @property
     def prefaulted(self) -> float:
         """Share of the memory, 0 to 1, that has been touched."""

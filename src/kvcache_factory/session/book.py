@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 import numpy as np
@@ -335,8 +335,3 @@ class SessionBook:
                 for held, quota in self._limits_of(session):
                     if len(held) > quota.blocks(self.block_bytes):
                         yield f"session {session.id!r} or its group references {len(held)} blocks, more than its quota"
-
-
-def stats_of(book: SessionBook) -> list[dict[str, Any]]:
-    """The figures of each session."""
-    return [session.stats() for session in book]

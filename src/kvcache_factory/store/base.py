@@ -7,7 +7,8 @@ keeps that memory until the call has returned.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, ClassVar, TypeAlias
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 import msgspec
 import numpy as np
@@ -71,6 +72,17 @@ class Store(ABC):
     @abstractmethod
     def read(self, slots: Slots, target: SlotMemory, target_slots: Slots, target_offset: int) -> int:
         """Copy the payloads of *slots* into *target_slots*; returns how many of the leading ones were read."""
+
+    def figures(self) -> dict[str, Any]:
+        """What there is to say beyond blocks, as plain data, whether open or not; each of these where it applies.
+
+        ``device``, ``device_bytes``, ``device_peak_bytes``: memory in use on a device by everybody, and its peak.
+        ``fragmentation``: by size of a slot in bytes, bytes that hold no payload and cannot be used otherwise.
+        ``breakers``: by kind of work, whether it is not tried for the moment because it has failed.
+        ``writable``: whether a write would be tried now.
+        ``self_test``: whether what was written when the store was opened could be read back.
+        """
+        return {}
 
     @abstractmethod
     def close(self) -> None:
@@ -140,6 +152,9 @@ class LastingStore(Store):
 
         The reason of a StoreError is ``full`` where nothing is free and the budget is used up.
         """
+
+    def report_to(self, count: Callable[[str, int], object]) -> None:
+        """Call *count* with a reason and a number of times for whatever goes wrong from now on."""
 
     @abstractmethod
     def scan(self) -> Entries:

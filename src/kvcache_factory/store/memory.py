@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from ..block.spec import PAGE, BlockSpec, round_up
 from ..memory.device import DeviceSlab
@@ -56,6 +56,13 @@ class MemoryStore(Store):
     @property
     def payload_offset(self) -> int:
         return self._payload_offset
+
+    def figures(self) -> dict[str, Any]:
+        memory = self._memory
+        if not isinstance(memory, DeviceSlab):
+            return {}
+        in_use, peak = memory.usage()
+        return {"device": memory.device, "device_bytes": in_use, "device_peak_bytes": peak}
 
     def payload(self, slot: int) -> memoryview | None:
         assert self._memory is not None, "the store is not open"

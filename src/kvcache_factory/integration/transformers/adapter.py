@@ -16,6 +16,7 @@ from ...errors import ConfigError, UnsupportedGenerationError
 from ..base import CacheAdapter
 from .calls import Bypass, Call, NotServed, read_call
 from .chat import ChatReply, Conversation, Message
+from .first_token import FirstToken
 from .hook import GenerateHook, check_free, plain_generate
 from .layout import base_model, cache_argument, describe
 from .request import Request
@@ -182,13 +183,15 @@ class TransformersCacheAdapter(CacheAdapter):
     def _run(
         self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], **options: Any
     ) -> tuple[Any, Request | None]:
+        first_token = FirstToken(self.model, wanted=self.manager.config.enable_metrics)
         request = self._open(args, kwargs, options)
         if request is None:
             return original(*args, **kwargs), None
         generated = 0
         try:
             extra = {self._argument: request.cache, **request.call.overrides}
-            output = original(*args, **{**kwargs, **extra})
+            with first_token.of(request.space):
+                output = original(*args, **{**kwargs, **extra})
             with self._guard("saving"):
                 sequences = output if isinstance(output, torch.Tensor) else output.sequences
                 generated = max(int(sequences.shape[1]) - request.call.ids.shape[1], 0)

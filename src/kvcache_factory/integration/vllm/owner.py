@@ -9,6 +9,8 @@ import threading
 import weakref
 from typing import Any
 
+import msgspec
+
 from ...config import ManagerConfig, dump_config
 from ...errors import ConfigError, SessionError
 from ...manager import CacheManager
@@ -82,4 +84,6 @@ def open_manager(settings: Settings, parallel_config: Any) -> Owner:
         return Owner(manager, owned=False)
     in_process = parallel_config.distributed_executor_backend == "uni" and parallel_config.world_size == 1
     config = settings.manager_config(shared=not in_process)
+    if settings.control:  # the process that steers this one serves the figures of both
+        config = msgspec.structs.replace(config, metrics_port=None)
     return Owner(CacheManager.from_config(dump_config(config)), owned=True, made_from=settings.manager)

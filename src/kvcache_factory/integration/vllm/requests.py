@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 from ...block.key import KeyChain, MediaSpan
@@ -34,6 +35,10 @@ class TrackedRequest:
         self.prefetched_since = 0.0
         self.waiting_since: float | None = None
         self.load_step = -1
+        self.declined = False
+        """Whether the last look at slower tiers ended with the judgement that computing is faster."""
+        self.came = time.monotonic()
+        self.answering = False
 
     def grow(self, tokens: int | None = None) -> None:
         """Let the chain cover the first *tokens* tokens of the request, all of them by default; drafts are not among

@@ -47,7 +47,8 @@ class SchedulerSide:
         self.place = announce(self.owner.manager)
         self.stats = ConnectorStats()
         self._log = RateLimitedLog()
-        self.decision = LoadDecision(settings.load_decision, self.geometry.spec.bytes_per_token)
+        ledger = self.owner.manager.ledger
+        self.decision = LoadDecision(settings.load_decision, self.geometry.spec.bytes_per_token, book=ledger)
         self.events = self._event_log(vllm_config, kv_cache_config)
         self._planned = (0.0, 0)
         self._requests: dict[str, TrackedRequest] = {}
@@ -127,7 +128,8 @@ class SchedulerSide:
         deeper = (known - tracked.held_before) * tracked.space.block_tokens
         if deeper <= 0:
             return
-        if not self.decision.worth_it(deeper):
+        tracked.declined = not self.decision.worth_it(deeper)
+        if tracked.declined:
             self.stats.count(loads_declined=1)
             return
         tracked.prefetch = tracked.space.prefetch(tracked.chain)
@@ -178,6 +180,7 @@ class SchedulerSide:
             if known.blocks >= min(wanted, tracked.space.peek(tracked.chain)):
                 return
         tracked.match = tracked.space.match(tracked.chain, tracked.id, max_tokens=limit, session=tracked.session)
+        tracked.space.serve(tracked.match, tracked.ready_blocks, declined=tracked.declined)
 
     # -- a request is scheduled ---------------------------------------------------------------------------------------
 
@@ -222,10 +225,11 @@ class SchedulerSide:
         for request_id in output.preempted_req_ids or ():
             self._preempted(request_id)
         plan = StepPlan(self._step, self.geometry.spec, self.place, self._failures, self._loads, [], self._lost)
-        if self.saves:
-            for request_id, scheduled in output.num_scheduled_tokens.items():
-                tracked = self._requests.get(request_id)
-                if tracked is not None:
+        for request_id, scheduled in output.num_scheduled_tokens.items():
+            tracked = self._requests.get(request_id)
+            if tracked is not None:
+                self._note_first_token(tracked)
+                if self.saves:
                     with self._guard("planning a save"):
                         self._plan_save(plan, tracked, scheduled, output.kv_connector_block_state)
         self._loads, self._lost = [], []
@@ -233,6 +237,13 @@ class SchedulerSide:
         self._idle = not output.num_scheduled_tokens
         self._planned = (time.monotonic(), int(output.total_num_scheduled_tokens))
         return plan
+
+    @staticmethod
+    def _note_first_token(tracked: TrackedRequest) -> None:
+        """The first token is seen when the step after it is planned, or the request has ended."""
+        if not tracked.answering and tracked.request.num_output_tokens:
+            tracked.answering = True
+            tracked.space.first_token(time.monotonic() - tracked.came)
 
     def _plan_save(self, plan: StepPlan, tracked: TrackedRequest, scheduled: int, blocks: Any) -> None:
         # Drafts are scheduled tokens too, but only those that became tokens of the request are known.
@@ -317,6 +328,7 @@ class SchedulerSide:
         tracked = self._requests.pop(request.request_id, None)
         if tracked is None:
             return None
+        self._note_first_token(tracked)
         self._let_go(tracked, request.num_output_tokens)
         if not request.kv_transfer_params:
             return None

@@ -129,9 +129,9 @@ def _preadv(fd: int, buffers: list[memoryview], offset: int) -> int:
     return len(data)
 
 
-def probe_direct(directory: Path, name: str) -> bool:
-    """Whether files in *directory* can be written and read back past the page cache, by doing it once."""
-    if not _DIRECT:
+def probe(directory: Path, name: str, *, direct: bool) -> bool:
+    """Whether files in *directory* can be written and read back, past the page cache if *direct*, by doing it once."""
+    if direct and not _DIRECT:
         return False
     path = directory / name
     pattern = bytes(range(256)) * (2 * PAGE // 256)
@@ -139,7 +139,7 @@ def probe_direct(directory: Path, name: str) -> bool:
         memory[:] = pattern
         try:
             os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | _COMMON, 0o600))
-            with SlotFile(path, write=True, direct=True) as file, memoryview(memory) as out, memoryview(back) as into:
+            with SlotFile(path, write=True, direct=direct) as file, memoryview(memory) as out, memoryview(back) as into:
                 written = file.write(0, [out[:PAGE], out[PAGE:]])
                 return written == 2 and file.read(0, [into[:PAGE], into[PAGE:]]) == 2 and back[:] == pattern
         except OSError:
@@ -158,3 +158,8 @@ def allocate(fd: int, size: int) -> None:
             if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS):
                 raise
     os.ftruncate(fd, size)
+
+
+def probe_direct(directory: Path, name: str) -> bool:
+    """Whether :func:`probe` succeeds past the page cache."""
+    return probe(directory, name, direct=True)

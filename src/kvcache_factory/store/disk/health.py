@@ -15,11 +15,13 @@ RETRY_S = 1.0
 class Health:
     """Reasons counted, and one pause each for writing blocks and for making segments; safe across threads.
 
-    They pause apart: on a full disk, blocks that leave still make room in the segments that there are.
+    They pause apart: on a full disk, blocks that leave still make room in the segments that there are.  *report* hears
+    of each reason and how many times.
     """
 
-    def __init__(self, clock: Callable[[], float]) -> None:
+    def __init__(self, clock: Callable[[], float], report: Callable[[str, int], object] = lambda *_: None) -> None:
         self._lock = threading.Lock()
+        self._report = report
         self.reasons: Counter[str] = Counter()
         self.writing = Pause(clock)
         self.growing = Pause(clock)
@@ -29,6 +31,7 @@ class Health:
         if times:
             with self._lock:
                 self.reasons[reason] += times
+            self._report(reason, times)
 
     def failed(self, what: str, error: Exception) -> StoreError:
         """Count a failure; returns it as the error to raise."""

@@ -315,6 +315,15 @@ class Pool:
             "free_slots": sum(s.num_free for s in self.ours()),
         }
 
+    def lost_bytes(self) -> dict[int, int]:
+        """By size of a slot: bytes of own slots that are bad, or free and of another size than ours."""
+        lost: dict[int, int] = {}
+        for one in self.own():
+            slots = int(np.count_nonzero(one.state == segment.BAD))
+            slots += one.num_free if one.slot_bytes != self.size.slot_bytes else 0
+            lost[one.slot_bytes] = lost.get(one.slot_bytes, 0) + slots * one.slot_bytes
+        return lost
+
     def close(self) -> None:
         """Let go of everything; idempotent."""
         with self.lock:

@@ -15,7 +15,7 @@ from ...block.spec import BlockSpec
 from ...errors import CapacityError, ConfigError, StoreError
 from ..base import Changes, Entries, LastingStore, Mask, Places, SlotMemory, Slots
 from . import log, segment
-from .aio import probe_direct, reason_of
+from .aio import probe, probe_direct, reason_of
 from .directory import Directory
 from .entries import joined, rows_gone, rows_in, to_entries
 from .health import Health
@@ -70,8 +70,9 @@ class DiskStore(LastingStore):
         self._clock, self._now_ns = clock, now_ns
         self._pool: Pool | None = None
         self._spec: BlockSpec | None = None
-        self._use_direct = False
+        self._use_direct = self._tested = False
         self._rows = PlaceColumn(0)
+        self._report: Callable[[str, int], object] = lambda *_: None
         self._look_lock = threading.Lock()
         self._zeros = memoryview(b"")
 
@@ -89,11 +90,12 @@ class DiskStore(LastingStore):
             raise CapacityError(size.refusal(self.budget_bytes))
         self.directory.prepare()
         try:
-            pool = Pool(self.directory, size, self.budget_bytes, Health(self._clock), self._now_ns)
+            pool = Pool(self.directory, size, self.budget_bytes, Health(self._clock, self._report), self._now_ns)
         except OSError as error:
             raise self.directory.refusal(error) from error
-        probe = f"kvcache-factory.probe-{pool.presence.name}"
-        self._use_direct = self.direct == "auto" and probe_direct(self.directory.path, probe)
+        name = f"kvcache-factory.probe-{pool.presence.name}"
+        self._use_direct = self.direct == "auto" and probe_direct(self.directory.path, name)
+        self._tested = self._use_direct or probe(self.directory.path, name, direct=False)
         self._rows = PlaceColumn(slots)
         self._zeros = zeros(size.slot_bytes)
         self._spec, self._pool = spec, pool
@@ -373,6 +375,21 @@ class DiskStore(LastingStore):
     def live_processes(self) -> list[int]:
         """Process ids of those that use the directory, this one first."""
         return [os.getpid(), *(process.pid for process in self._open.others)]
+
+    def report_to(self, count: Callable[[str, int], object]) -> None:
+        self._report = count
+
+    def figures(self) -> dict[str, Any]:
+        pool = self._pool
+        if pool is None:
+            return {}
+        pauses = {"write": pool.health.writing, "grow": pool.health.growing}
+        return {
+            "fragmentation": pool.lost_bytes(),
+            "breakers": {name: pause.error is not None for name, pause in pauses.items()},
+            "self_test": self._tested,
+            "writable": os.access(self.directory.path, os.W_OK) and pool.health.writing.error is None,
+        }
 
     def stats(self) -> dict[str, Any]:
         """What is there and what went wrong, as plain data."""
