@@ -28,13 +28,13 @@ def resident_bytes() -> int:
 def counts(watch: Watch, adapter: Any, manager: CacheManager) -> list[Row]:
     """Each figure as the generator, the adapter, the manager's ledger and its metrics port have counted it."""
     own, reused, state = watch.counts, adapter.status()["reused_tokens"], manager.state()
-    requests = adapter.status()["requests"]
+    requests, tier = adapter.status()["requests"], state["tiers"][0]["tier"]
     block = state["block_tokens"]
     served = {name: manager.ledger.total(event, MANAGER).blocks * block for name, event in _EVENTS.items()}
     exported = _exported(manager.metrics_address)
     rows = [
         _count("requests", "requests", own.requests, requests, None, None),
-        _count("asked", "tokens", own.asked_tokens, None, served["asked"], exported("requested_blocks", block)),
+        _count("asked", "tokens", own.asked_tokens, None, served["asked"], exported("lookup_tokens", f'tier="{tier}"')),
         _count("reusable", "tokens", own.reusable_tokens, None, served["reusable"], exported("reusable_tokens")),
         _count("served", "tokens", own.served_tokens, reused, served["served"], exported("served_tokens")),
         _count("first tokens", "requests", own.requests, None, None, exported("first_token_seconds_count")),
@@ -68,15 +68,16 @@ def _count(name: str, unit: str, own: Any, adapter: Any, ledger: Any, metrics: A
 
 
 def _exported(address: tuple[str, int] | None) -> Callable[..., int | None]:
-    """Reads a counter from the metrics port, summed over its labels; None where no port is open."""
+    """Reads a counter from the metrics port, summed over series that have a label; None where no port is open."""
     text = ""
     if address is not None:
         with urllib.request.urlopen(f"http://{address[0]}:{address[1]}/metrics", timeout=10) as answer:
             text = answer.read().decode()
 
-    def read(name: str, times: int = 1) -> int | None:
-        values = re.findall(rf"^kvcache_factory_{name}(?:_total)?\{{.*?\}} (\S+)$", text, re.MULTILINE)
-        return round(sum(float(value) for value in values) * times) if values else None
+    def read(name: str, label: str = "") -> int | None:
+        found = re.findall(rf"^kvcache_factory_{name}(?:_total)?\{{(.*?)\}} (\S+)$", text, re.MULTILINE)
+        values = [float(value) for labels, value in found if label in labels]
+        return round(sum(values)) if values else None
 
     return read
 

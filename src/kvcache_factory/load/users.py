@@ -14,6 +14,8 @@ Tokens = npt.NDArray[np.int64]
 SYSTEM_PROMPTS, SYSTEM_TOKENS = 4, 64
 TOPICS_A_SESSION = 8
 """Topics after which, on average, a user leaves and somebody else comes."""
+COMES_BACK = 0.25
+"""Part of the changes of topic that go back to the topic before."""
 SPECIAL = 3
 """Token ids below this one are the model's own."""
 
@@ -48,6 +50,7 @@ class User:
         self._random = np.random.default_rng((seed, number))
         self._visits = 0
         self._said: Tokens = np.empty(0, np.int64)
+        self._before: Tokens = self._said
 
     @property
     def session(self) -> str:
@@ -62,13 +65,19 @@ class User:
     def ask(self) -> Question:
         """The next question, which goes on from the last answer or begins a new topic."""
         facts, shape, random = self._statistics, self._shape, self._random
+        changes = random.random() < facts.new_topic
+        if changes and len(self._before) and random.random() < COMES_BACK:
+            self._said, self._before, changes = self._before, self._said, False
         answer = shape.tokens(draw(facts.output_tokens, random), shape.context // 8)
         more = shape.tokens(draw(facts.more_tokens, random), shape.context // 4)
         full = len(self._said) + more + answer > shape.context
         leaves = False
-        if full or not len(self._said) or random.random() < facts.new_topic:
+        if full or not len(self._said) or changes:
+            self._before = self._said
             leaves = not self._visits or random.random() < 1 / TOPICS_A_SESSION
             self._visits += leaves
+            if leaves:
+                self._before = np.empty(0, np.int64)
             document = shape.tokens(draw(facts.first_tokens, random), shape.context // 2)
             prompt = np.concatenate((self._system_prompt(), self._words(document)))
         else:
