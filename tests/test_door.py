@@ -28,6 +28,7 @@ NOUNS = {
     "LFUEvictionPolicy",
     "LRUEvictionPolicy",
     "MQEvictionPolicy",
+    "RemoteBackend",
     "S3FIFOEvictionPolicy",
     "SIEVEEvictionPolicy",
     "Session",

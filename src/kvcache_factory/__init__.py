@@ -11,7 +11,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .backend import CPUBackend, DiskBackend, GPUBackend, HierarchicalBackend
+    from .backend import CPUBackend, DiskBackend, GPUBackend, HierarchicalBackend, RemoteBackend
     from .block.spec import BlockSpec
     from .errors import (
         CapacityError,
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
-    "backend": ("CPUBackend", "DiskBackend", "GPUBackend", "HierarchicalBackend"),
+    "backend": ("CPUBackend", "DiskBackend", "GPUBackend", "HierarchicalBackend", "RemoteBackend"),
     "block.spec": ("BlockSpec",),
     "errors": (
         "CapacityError",
@@ -97,6 +97,7 @@ __all__ = [  # noqa: RUF022  the nouns first, then the errors
     "LFUEvictionPolicy",
     "LRUEvictionPolicy",
     "MQEvictionPolicy",
+    "RemoteBackend",
     "S3FIFOEvictionPolicy",
     "SIEVEEvictionPolicy",
     "Session",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -24,6 +24,8 @@ class CPUBackend(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="c
     """Ask the system for huge pages."""
     shared: bool = False
     """Let other processes map the memory, as engines with worker processes need; no huge pages then."""
+    staging: bool = False
+    """No cache but room in which blocks pass to and from a RemoteBackend: 64 MiB, or what is needed for its batches."""
 
     def __post_init__(self) -> None:
         _check_size("CPUBackend", self.size_gb)
@@ -113,7 +115,63 @@ class DiskBackend(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="
         return f"DiskBackend({self.path!r}, size_gb={self.size_gb})"
 
 
-Level = CPUBackend | GPUBackend | DiskBackend
+class RemoteBackend(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="remote", kw_only=True):
+    """A store elsewhere, reached by a connector and shared by engines; the last level, below memory."""
+
+    connector: str
+    """Name of the connector, such as ``"REDIS"``, or ``"module:Class"``."""
+    options: dict[str, Any] = {}
+    """The connector's own options."""
+    namespace: str = "aibrix"
+    """First part of the name of every block there."""
+    ingestion: Literal["all", "hot", "evicted"] = "hot"
+    """When a block of the memory above is written: when it is stored, when it has been hit, or when it leaves."""
+    hot_hits: int = 1
+    """Hits that make a block hot."""
+    op_batch: int = 32
+    """Blocks of one batch."""
+    per_token_timeout_ms: float = 20.0
+    """Deadline of an operation: its tokens times this, in milliseconds, at most *max_wait_s*."""
+    max_wait_s: float = 2.0
+    """Longest deadline of an operation, in seconds."""
+    max_inflight_tokens: int = 0
+    """Tokens that may wait to be written or be on their way; 0: a batch for each worker, while the rest waits."""
+    workers: int = 8
+    """Batches on their way at once, and threads for clients that block."""
+    double_get_blocks: int = 4
+    """Fewest missing blocks for which it is asked."""
+    double_get_ratio: float = 0.1
+    """Least share of missing blocks (0..1) for which it is asked."""
+    strict_sync: bool = False
+    """Let whoever stores a block wait until it is written, within the deadline."""
+
+    def __post_init__(self) -> None:
+        allowed = {
+            "connector": (isinstance(self.connector, str) and self.connector, "the name of a connector"),
+            "namespace": (isinstance(self.namespace, str) and self.namespace, "a name that is not empty"),
+            "ingestion": (self.ingestion in ("all", "hot", "evicted"), "'all', 'hot' or 'evicted'"),
+            "hot_hits": (_is_count(self.hot_hits, 1), "1 or more"),
+            "op_batch": (_is_count(self.op_batch, 1, 4096), "1 to 4096"),
+            "per_token_timeout_ms": (self.per_token_timeout_ms > 0, "milliseconds above 0"),
+            "max_wait_s": (self.max_wait_s > 0, "seconds above 0"),
+            "max_inflight_tokens": (_is_count(self.max_inflight_tokens, 0), "0 or more"),
+            "workers": (_is_count(self.workers, 1, 256), "1 to 256"),
+            "double_get_blocks": (_is_count(self.double_get_blocks, 0), "0 or more"),
+            "double_get_ratio": (0 <= self.double_get_ratio <= 1, "0 to 1"),
+        }
+        for name, (right, what) in allowed.items():
+            if not right:
+                raise ConfigError(f"RemoteBackend({name}={getattr(self, name)!r}): use {what}")
+
+    def __repr__(self) -> str:
+        return f"RemoteBackend({self.connector!r}, ingestion={self.ingestion!r})"  # options may hold secrets
+
+
+def _is_count(value: object, least: int, most: float = float("inf")) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
+
+
+Level = CPUBackend | GPUBackend | DiskBackend | RemoteBackend
 
 
 class HierarchicalBackend(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="hierarchical"):
@@ -135,11 +193,12 @@ class HierarchicalBackend(msgspec.Struct, frozen=True, forbid_unknown_fields=Tru
         for level in self.levels:
             if not isinstance(level, Level):
                 raise ConfigError(
-                    f"HierarchicalBackend: {type(level).__name__} cannot be a level; use GPUBackend, CPUBackend or "
-                    "DiskBackend"
+                    f"HierarchicalBackend: {type(level).__name__} cannot be a level; use GPUBackend, CPUBackend, "
+                    "DiskBackend or RemoteBackend"
                 )
         if isinstance(self.levels[0], DiskBackend):
             raise ConfigError("HierarchicalBackend: a DiskBackend cannot be the first level; put a CPUBackend first")
+        self._check_remote()
         paths = [os.path.realpath(level.path) for level in self.levels if isinstance(level, DiskBackend)]
         if len(set(paths)) < len(paths):
             raise ConfigError("HierarchicalBackend: two levels name the same directory; give each one of its own")
@@ -149,8 +208,24 @@ class HierarchicalBackend(msgspec.Struct, frozen=True, forbid_unknown_fields=Tru
                 f"demote_at={self.demote_at}"
             )
 
+    def _check_remote(self) -> None:
+        remotes = [number for number, level in enumerate(self.levels) if isinstance(level, RemoteBackend)]
+        staging = [level for level in self.levels if isinstance(level, CPUBackend) and level.staging]
+        if remotes and (remotes != [len(self.levels) - 1] or not remotes[0]):
+            raise ConfigError("HierarchicalBackend: a RemoteBackend must be the last level, with memory above it")
+        if not staging:
+            return
+        remote = self.levels[-1]
+        if len(self.levels) != 2 or not isinstance(remote, RemoteBackend) or not isinstance(self.levels[0], CPUBackend):
+            raise ConfigError("CPUBackend(staging=True) goes with nothing but a RemoteBackend below it")
+        if remote.ingestion != "all":
+            raise ConfigError(
+                f"RemoteBackend(ingestion={remote.ingestion!r}) needs memory that is a cache, in which blocks can be "
+                "hot and which they can leave; use 'all', or CPUBackend without staging"
+            )
 
-Backend = CPUBackend | GPUBackend | DiskBackend | HierarchicalBackend
+
+Backend = CPUBackend | GPUBackend | DiskBackend | RemoteBackend | HierarchicalBackend
 
 
 def levels_of(backend: Backend) -> list[Level]:
@@ -160,6 +235,11 @@ def levels_of(backend: Backend) -> list[Level]:
     if isinstance(backend, DiskBackend):
         raise ConfigError(
             "a DiskBackend needs memory above it: HierarchicalBackend(levels=[CPUBackend(size_gb=4), DiskBackend(...)])"
+        )
+    if isinstance(backend, RemoteBackend) or (isinstance(backend, CPUBackend) and backend.staging):
+        raise ConfigError(
+            "a RemoteBackend needs memory above it: HierarchicalBackend(levels=[CPUBackend(size_gb=4), "
+            "RemoteBackend(...)]), or CPUBackend(staging=True) there for no cache in memory"
         )
     return [backend]
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -18,24 +20,33 @@ from .backend import (
     GPUBackend,
     HierarchicalBackend,
     Level,
+    RemoteBackend,
     levels_of,
 )
 from .block.identity import Identity
 from .codec.aesgcm import AesGcm
 from .codec.keys import load_key
 from .config import ManagerConfig
+from .connector.base import Connector, ConnectorConfig
+from .connector.names import check_name, create_connector
 from .engine.chain import TierChain
 from .engine.flow import FlowSettings
 from .engine.lasting import LastingTier
 from .engine.ledger import Ledger
+from .engine.remote import RemoteLevel, RemoteOptions
 from .engine.roots import Roots
 from .engine.tier import Ingestion, Tier
+from .engine.transit import TRANSIT_BYTES
 from .errors import CapacityError
 from .policy.base import EvictionPolicy
 from .policy.placement import check_placement, policy_at, size_cap_gb, swap_level
 from .store.disk import DiskStore
 from .store.disk.identities import leave_note
 from .store.memory import MemoryStore
+from .store.remote import RemoteSettings, RemoteStore
+
+STAGED_BATCHES = 8
+"""Batches for which a staging level has room at least."""
 
 _KINDS = {CPUBackend: "cpu", GPUBackend: "gpu", DiskBackend: "disk"}
 
@@ -49,6 +60,7 @@ def build_chain(
 ) -> TierChain:
     """Unopened tiers for *config*; nothing is allocated until the first model is registered."""
     levels = levels_of(config.backend)
+    outside = levels.pop() if isinstance(levels[-1], RemoteBackend) else None
     kinds = [_KINDS[type(level)] for level in levels]
     check_placement(policy, kinds)
     budgets = level_budgets(levels, size_cap_gb(policy, None), [size_cap_gb(policy, kind) for kind in kinds])
@@ -67,7 +79,42 @@ def build_chain(
     if isinstance(config.backend, HierarchicalBackend):
         marks = config.backend
         flow = msgspec.structs.replace(flow, demote_at=marks.demote_at, demote_to=marks.demote_to)
-    return TierChain(tiers, flow, roots, ledger, clock, on_error)
+    remote = None
+    if isinstance(outside, RemoteBackend):
+        remote = _remote(outside, config, ledger, roots, on_error)
+        tiers[0].least_blocks = STAGED_BATCHES * outside.op_batch
+    return TierChain(tiers, flow, roots, ledger, clock, on_error, remote=remote)
+
+
+def _remote(
+    level: RemoteBackend,
+    config: ManagerConfig,
+    ledger: Ledger,
+    roots: Roots,
+    on_error: Callable[[Exception], None],
+) -> RemoteLevel:
+    check_name(level.connector)
+    settings = RemoteSettings(name=level.connector, op_batch=level.op_batch, workers=level.workers)
+    options = RemoteOptions(
+        namespace=level.namespace,
+        builder=config.key_builder,
+        ingestion=Ingestion(level.ingestion),
+        hot_hits=level.hot_hits,
+        op_batch=level.op_batch,
+        per_token_timeout_s=level.per_token_timeout_ms / 1000,
+        max_wait_s=level.max_wait_s,
+        max_inflight_tokens=level.max_inflight_tokens,
+        workers=level.workers,
+        double_get_blocks=level.double_get_blocks,
+        double_get_ratio=level.double_get_ratio,
+        strict_sync=level.strict_sync,
+    )
+    return RemoteLevel(RemoteStore(partial(_connector, level), settings), options, ledger, roots, on_error)
+
+
+def _connector(level: RemoteBackend, executor: Executor) -> Connector[bytes, Any]:
+    config = ConnectorConfig(level.connector, level.namespace, "0", executor)
+    return create_connector(config, level.options)
 
 
 def _tier(
@@ -90,8 +137,11 @@ def _tier(
     if isinstance(level, CPUBackend):
         memory = MemoryStore(None, level.huge_pages, level.shared)
     else:
+        assert isinstance(level, GPUBackend), "a remote level is no tier"
         memory = MemoryStore(level.device)
-    return Tier(name, memory, policy, budget, ledger, clock)
+    made = Tier(name, memory, policy, budget, ledger, clock)
+    made.is_staging = isinstance(level, CPUBackend) and level.staging
+    return made
 
 
 def leave_notes(backend: Backend, identity: Identity) -> None:
@@ -111,6 +161,10 @@ def level_budgets(levels: Sequence[Level], max_size_gb: float | None, caps_gb: S
     left = float("inf") if max_size_gb is None else max_size_gb * GIB
     budgets = []
     for level, cap_gb in zip(levels, caps_gb, strict=True):
+        assert not isinstance(level, RemoteBackend), "a remote level has no budget here"
+        if isinstance(level, CPUBackend) and level.staging and level.size_gb is None:
+            budgets.append(TRANSIT_BYTES)
+            continue
         caps = [cap for cap in (cap_gb, max_size_gb) if cap is not None]
         wanted = (level.size_gb if level.size_gb is not None else min(caps, default=DEFAULT_SIZE_GB)) * GIB
         if cap_gb is not None:

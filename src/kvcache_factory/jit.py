@@ -21,6 +21,8 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 _KERNELS: list[Kernel] = []
 _HELPERS: set[Any] = set()
 _LOCK = threading.Lock()
+_STARTING = threading.Lock()
+_THREADS: list[threading.Thread] = []
 _STATE = {"warm": False, "reason": "not warmed up yet"}
 
 
@@ -128,10 +130,13 @@ def warm_up() -> bool:
 
 
 def warm_up_in_background() -> threading.Thread:
-    """Start :func:`warm_up` in a daemon thread and return it."""
-    thread = threading.Thread(target=warm_up, name="kvcache-factory-jit", daemon=True)
-    thread.start()
-    return thread
+    """Start :func:`warm_up` in a daemon thread, unless one is at it, and return that thread."""
+    with _STARTING:
+        if not _THREADS or not _THREADS[-1].is_alive():
+            thread = threading.Thread(target=warm_up, name="kvcache-factory-jit", daemon=True)
+            thread.start()
+            _THREADS[:] = [thread]
+        return _THREADS[-1]
 
 
 def is_warm() -> bool:

@@ -5,10 +5,8 @@ In the engine's path nothing raises: whatever fails is counted, logged once in a
 
 from __future__ import annotations
 
-import threading
-import time
-from collections import deque
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
@@ -18,123 +16,17 @@ from .block.identity import Identity
 from .block.key import KeyChain, MediaSpan
 from .block.plan import LoadPlan, Match, SavePlan
 from .block.spec import BlockSpec, Layout
-from .engine.chain import TierChain
-from .engine.inside import HERE
+from .context import Context
 from .engine.io import Ticket
-from .engine.ledger import MANAGER, Event, Ledger
+from .engine.ledger import MANAGER, Event
 from .errors import ConfigError, LayoutError
 from .memory.region import BlockPositions, Region
-from .observe.log import LimitedLog
-from .observe.record import Recorder
-from .policy.base import Importance, RequestHint, ReuseHint
-from .session import Keeper, current_session
+from .policy.base import RequestHint, ReuseHint
+from .session import current_session
 from .session.book import Charge
 
 if TYPE_CHECKING:
-    from .config import ManagerConfig
-
-
-class Context:
-    """What every key space of one manager shares."""
-
-    def __init__(self, config: ManagerConfig, chain: TierChain, ledger: Ledger, sessions: Keeper, number: int) -> None:
-        self.config = config
-        self.chain = chain
-        self.ledger = ledger
-        self.sessions = sessions
-        self.number = number
-        self.recorder: Recorder | None = None
-        self.bypassed = False
-        self.scorer: Importance | None = None
-        """What tells how important blocks are, where the policy has such a hook."""
-        self.log = LimitedLog(config.name)
-        self._lock = threading.RLock()  # a destructor may fail inside
-        self._later: deque[Callable[[], object]] = deque()
-
-    @property
-    def serving(self) -> bool:
-        """Whether requests are served: tiers are open, and the cache is not bypassed."""
-        return self.chain.is_open and not self.bypassed
-
-    def begin_recording(self, block_tokens: int) -> None:
-        """Record requests from now on, if the configuration says so; the file is opened with the first."""
-        with self._lock:
-            if self.config.record is not None and self.recorder is None:
-                self.recorder = Recorder(self.config.record, block_tokens)
-
-    def end_recording(self) -> None:
-        """Write what is left, and close the file; idempotent."""
-        if self.recorder is not None:
-            with self.guarded("record"):
-                self.recorder.close()
-
-    def guarded(self, verb: str, *, timed: bool = True) -> Guard:
-        """Count and log whatever is raised inside instead of letting it reach the engine; measure the time if asked.
-
-        What is measured by tier, or takes next to no time, needs not be *timed* here.
-        """
-        return Guard(self, verb, timed=timed and self.ledger.timed)
-
-    def soon(self, work: Callable[[], object]) -> None:
-        """Run *work* now or, where a destructor asks in the middle of something, when the next verb has ended."""
-        self._later.append(work)
-        self.catch_up()
-
-    @property
-    def why_not(self) -> str:
-        """The reason of a match that finds nothing before anything was looked up, or fails."""
-        return "bypassed" if self.bypassed else "error" if self.chain.is_open else "closed"
-
-    @property
-    def late(self) -> bool:
-        """Whether something waits for :meth:`catch_up`."""
-        return bool(self._later)
-
-    def catch_up(self) -> None:
-        """Run what had to wait, unless this thread is inside itself."""
-        while self._later and not HERE.depth:
-            try:
-                work = self._later.popleft()
-            except IndexError:  # another thread was faster
-                return
-            with Guard(self, "later", catch_up=False):
-                work()
-
-    def failed(self, verb: str, error: Exception) -> None:
-        """Count a failure of *verb*, and log it unless its like was logged within a minute."""
-        kind = f"{verb}:{type(error).__name__}"
-        self.ledger.add(MANAGER, Event.ERROR, reason=kind)
-        text = f"{verb} failed and is answered as a miss: {kind}: {error}"
-        self.log.warning(kind, text, verb=verb, error=type(error).__name__)
-
-
-class Guard:
-    """One verb: keeps its failures from the engine, marks the thread as inside, and measures if asked."""
-
-    __slots__ = ("_begun", "_catch_up", "_context", "_timed", "_verb")
-
-    def __init__(self, context: Context, verb: str, catch_up: bool = True, timed: bool = False) -> None:
-        self._context = context
-        self._verb = verb
-        self._catch_up = catch_up
-        self._timed = timed
-
-    def __enter__(self) -> None:
-        HERE.depth += 1
-        if self._timed:
-            self._begun = time.perf_counter()
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
-        context = self._context
-        swallowed = isinstance(error, Exception)
-        if isinstance(error, Exception):
-            context.failed(self._verb, error)
-        HERE.depth -= 1
-        if self._timed:
-            context.ledger.observe(MANAGER, self._verb, time.perf_counter() - self._begun)
-        if self._catch_up and context.late:
-            context.catch_up()
-        return swallowed
+    pass
 
 
 class KeySpace:
@@ -149,6 +41,8 @@ class KeySpace:
         self.identity = identity
         self._context = context
         self.root = root
+        context.chain.roots.hold(root)
+        weakref.finalize(self, context.chain.roots.let_go, root).atexit = False
 
     @property
     def block_tokens(self) -> int:
@@ -201,8 +95,7 @@ class KeySpace:
             limit = min(limit, max(max_tokens, 0) // self.block_tokens)
         match = Match(request_id, reason=context.why_not)
         with context.guarded("match"):
-            owner = session if session is not None else current_session(context.number)
-            hint = RequestHint(reuse=reuse_hint, total_blocks=chain.num_blocks, session=owner or "")
+            hint = self._hint(session, reuse_hint, total_blocks=chain.num_blocks)
             if context.serving:
                 self._require(chain)
                 match = context.chain.finding.match(chain, self.root, request_id, limit, Fidelity.EXACT, hint)
@@ -213,7 +106,8 @@ class KeySpace:
         if context.recorder is not None:
             with context.guarded("record"):
                 owner = session if session is not None else current_session(context.number)
-                context.recorder.asked(request_id, chain.keys, chain.num_tokens, owner, reuse_hint)
+                said = self._hint(session, reuse_hint).reuse
+                context.recorder.asked(request_id, chain.keys, chain.num_tokens, owner, said)
         return match
 
     def load(self, match: Match, region: Region, positions: BlockPositions) -> int:
@@ -255,12 +149,11 @@ class KeySpace:
             count = min(len(positions), chain.num_blocks - first)
             if self._context.serving and count > 0:
                 self._require(chain, region)
-                owner = session if session is not None else current_session(self._context.number)
-                hint = RequestHint(
-                    reuse=reuse_hint,
+                hint = self._hint(
+                    session,
+                    reuse_hint,
                     total_blocks=chain.num_blocks,
                     first_block=first,
-                    session=owner or "",
                     output_tokens=output_tokens,
                     importance=self._importance(chain, importance, text),
                 )
@@ -293,25 +186,25 @@ class KeySpace:
             count = min(count, chain.num_blocks - first)
             if self._context.serving and count > 0:
                 self._require(chain)
-                owner = session if session is not None else current_session(self._context.number)
-                blocks, first_block = chain.num_blocks, first
-                hint = RequestHint(reuse=reuse_hint, total_blocks=blocks, first_block=first_block, session=owner or "")
+                hint = self._hint(session, reuse_hint, total_blocks=chain.num_blocks, first_block=first)
                 charge = self._charge(session, chain, first + count, storing=True)
                 count = max(charge.blocks - first, 0)
                 if count:
                     saving = self._context.chain.saving
                     plan = saving.plan_save(chain, self.root, first, count, tag, Fidelity.EXACT, hint)
-                    plan = replace(plan, session=owner or "")
+                    plan = replace(plan, session=hint.session)
                 self._context.sessions.stored(charge, chain.keys[: charge.blocks], len(plan.rows) if plan else 0)
         return plan if plan is not None and len(plan.rows) else None
 
-    def finish_save(self, plan: SavePlan, filled: int, *, reuse_hint: ReuseHint = "unknown") -> None:
+    def finish_save(
+        self, plan: SavePlan, filled: int, *, session: str | None = None, reuse_hint: ReuseHint = "unknown"
+    ) -> None:
         """End a plan: its leading *filled* rows hold their blocks, the others are given back."""
         with self._context.guarded("save"):
             if self._context.chain.is_open:
-                hint = RequestHint(reuse=reuse_hint, session=plan.session)
+                hint = self._hint(session if session is not None else plan.session or None, reuse_hint)
                 self._context.chain.saving.finish_save(plan, filled, hint)
-                self._context.sessions.hold_again(plan.session)
+                self._context.sessions.hold_again(hint.session)
 
     def holds(self, match: Match) -> bool:
         """Whether the lease of *match* is still there."""
@@ -350,12 +243,20 @@ class KeySpace:
                 self._context.recorder.ended(request_id, output_tokens)
         return released
 
-    def prefetch(self, chain: KeyChain) -> Ticket | None:
-        """Start to bring what slower tiers hold of *chain* to the first tier; None when there is nothing to do."""
+    @property
+    def asks_remotely(self) -> bool:
+        """Whether there is a remote level, which only :meth:`prefetch` asks; :meth:`peek` knows nothing of it."""
+        return self._context.chain.remote is not None
+
+    def prefetch(self, chain: KeyChain, wait_s: float | None = None) -> Ticket | None:
+        """Start to bring what slower levels hold of *chain* to memory; None when there is nothing to do.
+
+        *wait_s*: seconds after which the caller will not wait any more, a deadline for what comes from a remote level.
+        """
         ticket = None
         with self._context.guarded("prefetch"):
             if self._context.serving:
-                ticket = self._context.chain.finding.prefetch(chain, self.root)
+                ticket = self._context.chain.finding.prefetch(chain, self.root, wait_s)
         return ticket
 
     def refresh(self) -> Ticket | None:
@@ -369,6 +270,14 @@ class KeySpace:
     def drop(self, chain: KeyChain, first: int = 0) -> int:
         """Drop the blocks of *chain* from number *first* on, and all that was built on them; returns how many."""
         return self._context.chain.drop(chain, first) if self._context.chain.is_open else 0
+
+    def _hint(self, session: str | None, reuse: ReuseHint, **known: Any) -> RequestHint:
+        """What is known of a request; what it does not say about its session's return, the session may."""
+        owner = session if session is not None else current_session(self._context.number)
+        if reuse == "unknown" and owner:
+            found = self._context.sessions.book.find(owner)
+            reuse = found.reuse_hint if found is not None else reuse
+        return RequestHint(reuse=reuse, session=owner or "", **known)
 
     def _importance(self, chain: KeyChain, given: Any, text: str | None) -> Any:
         scorer = self._context.scorer

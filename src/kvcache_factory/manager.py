@@ -15,13 +15,14 @@ from .block.key import root_key
 from .block.spec import BlockSpec
 from .build import build_chain, leave_notes
 from .config import Integrity, ManagerConfig, PolicyConfig, dump_config, parse_config
+from .context import Context
 from .engine.chain import TierChain
 from .engine.index import Index
 from .engine.inside import INSIDE
 from .engine.ledger import Ledger
 from .errors import ConfigError
 from .jit import warm_up_in_background
-from .keyspace import Context, KeySpace
+from .keyspace import KeySpace
 from .observe.port import join_port
 from .observe.state import state_of
 from .policy.base import EvictionPolicy
@@ -194,6 +195,7 @@ class CacheManager(SessionVerbs):
         with self._context.guarded("note"):
             leave_notes(self.config.backend, identity)
         warm_up_in_background()
+        self._chain.finding.forget_idle_roots()
         # Roots are negative, so that they cannot be taken for rows; -1 means "no parent" and is nobody's.
         root = self._chain.roots.number(root_key(identity, self.config.key_builder), identity.digest, known=True)
         return KeySpace(self._context, spec, identity, root, owner=self)

@@ -14,7 +14,7 @@ from tests.faults.conftest import DiskOpener
 from tests.faults.harness import BLOCK, DiskCache, tokens_of
 
 from kvcache_factory.engine.ledger import MANAGER, Event
-from kvcache_factory.testing import FakeEngine, Opener, open_cache  # noqa: F401  a fixture
+from kvcache_factory.testing import FakeEngine, Opener
 
 THREADS, ROUNDS = 6, 40
 

@@ -1,29 +1,15 @@
-"""Known figures on real traces, to four digits: leaf-first LRU, flat LRU and FIFO, and the clairvoyant optimum.
-
-The traces are not part of this repository.  They are looked for in ../shared/reference/traces, or in the directory that
-KVCACHE_FACTORY_TRACES names.
-"""
+"""Known figures on real traces, to four digits: leaf-first LRU, flat LRU and FIFO, and the clairvoyant optimum."""
 
 from __future__ import annotations
 
-import os
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
+from tests.golden.traces import AGENTS, CONVERSATION, SYNTHETIC, GetTrace, blocks, flat, replay
 
 from kvcache_factory import jit
-from kvcache_factory.registry import make_policy
-from kvcache_factory.simulate.flat import replay_flat
 from kvcache_factory.simulate.optimum import optimum
-from kvcache_factory.simulate.replay import Outcome, Replay, Size
-from kvcache_factory.simulate.workload import Workload, read_trace
 
-HOME = Path(__file__).resolve().parents[2].parent / "shared" / "reference" / "traces"
-TRACES = Path(os.environ.get("KVCACHE_FACTORY_TRACES") or HOME)
-CONVERSATION, SYNTHETIC = "mooncake_conversation.jsonl", "mooncake_synthetic.jsonl"
-AGENTS = "claude_code_sessions_512.jsonl.gz"
 FACTS = {
     CONVERSATION: (12_031, 288_500, 182_790),
     SYNTHETIC: (3_993, 121_877, 43_924),
@@ -31,35 +17,8 @@ FACTS = {
 }
 
 
-@pytest.fixture(scope="module")
-def trace() -> Iterator[Callable[[str], Workload]]:
-    """Each trace, read once."""
-    read: dict[str, Workload] = {}
-    jit.warm_up()
-
-    def get(name: str) -> Workload:
-        path = TRACES / name
-        if not path.is_file():
-            pytest.skip(f"the trace {path} is not there; set KVCACHE_FACTORY_TRACES to its directory")
-        if name not in read:
-            read[name] = read_trace(path, strict=True)
-        return read[name]
-
-    yield get
-    for workload in read.values():
-        workload.close()
-
-
-def blocks(read: Workload, percent: float) -> int:
-    return max(1, int(read.unique * percent / 100))
-
-
-def replay(read: Workload, policy: str, percent: float) -> Outcome:
-    return Replay(read, make_policy(policy), [Size("cache", blocks(read, percent))]).run()
-
-
 @pytest.mark.parametrize("name", [CONVERSATION, SYNTHETIC, pytest.param(AGENTS, marks=pytest.mark.soak)])
-def test_requests_and_blocks_are_counted_as_everybody_does(trace: Callable[[str], Workload], name: str) -> None:
+def test_requests_and_blocks_are_counted_as_everybody_does(trace: GetTrace, name: str) -> None:
     """Requests, block accesses, and unique blocks by (parent, id)."""
     read = trace(name)
     assert (len(read), read.blocks, read.unique) == FACTS[name]
@@ -85,7 +44,7 @@ def test_requests_and_blocks_are_counted_as_everybody_does(trace: Callable[[str]
         pytest.param(AGENTS, 5, 0.9585, marks=pytest.mark.soak),
     ],
 )
-def test_leaf_first_lru(trace: Callable[[str], Workload], name: str, percent: float, expected: float) -> None:
+def test_leaf_first_lru(trace: GetTrace, name: str, percent: float, expected: float) -> None:
     """Usable hits of leaf-first LRU through the engine's own index."""
     assert replay(trace(name), "lru", percent).usable_hit == pytest.approx(expected, abs=5.1e-5)
 
@@ -98,9 +57,7 @@ def test_leaf_first_lru(trace: Callable[[str], Workload], name: str, percent: fl
         pytest.param(AGENTS, (0.2, 0.5, 1, 2, 5), (0.4852, 0.7542, 0.8983, 0.9543, 0.9634), marks=pytest.mark.soak),
     ],
 )
-def test_the_optimum(
-    trace: Callable[[str], Workload], name: str, percents: tuple[float, ...], expected: tuple[float, ...]
-) -> None:
+def test_the_optimum(trace: GetTrace, name: str, percents: tuple[float, ...], expected: tuple[float, ...]) -> None:
     """Usable hits of a cache that knows the future."""
     read = trace(name)
     uses = read.next_uses()
@@ -125,17 +82,15 @@ def test_the_optimum(
     ],
 )
 def test_flat_policies_equal_libcachesim(
-    trace: Callable[[str], Workload], policy: str, name: str, percent: float, expected: float
+    trace: GetTrace, policy: str, name: str, percent: float, expected: float
 ) -> None:
     """Block hits of LRU and FIFO on unrelated blocks, as libCacheSim 0.3.5 counts them."""
-    read = trace(name)
-    outcome = replay_flat(read, make_policy(policy), blocks(read, percent))
     digits = 5.1e-4 if name == AGENTS else 1.1e-4
-    assert outcome.block_hit == pytest.approx(expected, abs=digits)
+    assert flat(trace(name), policy, percent) == pytest.approx(expected, abs=digits)
 
 
 @pytest.mark.soak
-def test_a_million_block_operations_a_second(trace: Callable[[str], Workload]) -> None:
+def test_a_million_block_operations_a_second(trace: GetTrace) -> None:
     """CPU time of LRU on the coding agents, with numba; the best of three, for the machine may be busy."""
     if not jit.warm_up():
         pytest.skip(f"only promised with numba: {jit.status()}")

@@ -24,9 +24,7 @@ SHAPE = Shape(vocabulary=500, context=512, scale=512 / BUILT_IN.context_tokens)
 
 def test_counts_agree_to_the_token(tmp_path: Path) -> None:
     """Two workers, too little memory, a disk below: model, adapter, ledger and /metrics tell the same story."""
-    plan = Plan(
-        duration_s=3, users=6, workers=2, think_s=0.02, memory_mb=4, disk=tmp_path / "cache", metrics_port=0
-    )
+    plan = Plan(duration_s=3, users=6, workers=2, think_s=0.02, memory_mb=4, disk=tmp_path / "cache", metrics_port=0)
     rows = run_load(plan)
     counts = {row["name"]: row for row in rows if row["kind"] == "count"}
     assert all(row["agree"] for row in counts.values()), counts

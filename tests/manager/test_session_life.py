@@ -170,7 +170,7 @@ def test_sessions_with_a_time_to_live_start_no_thread_before_a_model_is_there() 
 
 def test_opening_and_closing_are_logged_with_bytes(open_cache: Opener, caplog: pytest.LogCaptureFixture) -> None:
     """As fields, for whoever collects logs: what was held, what became free."""
-    caplog.set_level(logging.INFO, logger="kvcache_factory.session")
+    caplog.set_level(logging.INFO, logger="kvcache_factory")
     cache = open_cache(16, name="m")
     cache.manager.create_session("one")
     cache.manager.create_session("two")
@@ -178,14 +178,14 @@ def test_opening_and_closing_are_logged_with_bytes(open_cache: Opener, caplog: p
     cache.save(A[:8], session="two")
     cache.manager.destroy_session("one")
     one = cache.manager.state()["tiers"][0]["block_bytes"]
-    records = [vars(r) for r in caplog.records if r.name == "kvcache_factory.session"]
-    assert [(r["event"], r["session"]) for r in records] == [
+    records = [vars(record) for record in caplog.records if "kv_session" in vars(record)]
+    assert [(r["kv_event"], r["kv_session"]) for r in records] == [
         ("session_opened", "one"),
         ("session_opened", "two"),
         ("session_closed", "one"),
     ]
-    assert (records[2]["held_bytes"], records[2]["freed_bytes"]) == (4 * one, 2 * one)
-    assert (records[2]["manager"], records[2]["reason"]) == ("m", "destroyed")
+    assert (records[2]["kv_held_bytes"], records[2]["kv_freed_bytes"]) == (4 * one, 2 * one)
+    assert (records[2]["kv_manager"], records[2]["kv_reason"]) == ("m", "destroyed")
 
 
 def test_stats_are_those_of_the_state(open_cache: Opener) -> None:

@@ -71,6 +71,18 @@ def test_a_session_that_ends_while_its_blocks_are_on_their_way_leaves_none_below
     assert [tier.index.used for tier in cache.manager._chain.tiers] == [0, 0]
 
 
+def test_a_dismissed_session_leaves_its_blocks(open_cache: Opener) -> None:
+    """Nobody is charged for them any more, and the id is free again."""
+    cache = open_cache(8)
+    cache.manager.create_session("one")
+    cache.save(A, session="one")
+    assert cache.manager.dismiss_session("one") is True
+    assert cache.manager.dismiss_session("one") is False
+    assert blocks_of(cache) == {}
+    assert cache.load(A) == [0, 0, 0, 0]
+    cache.manager.create_session("one")
+
+
 def test_a_leased_block_outlives_its_session(open_cache: Opener) -> None:
     """A request in flight keeps its bytes when the session is destroyed under it."""
     cache = open_cache(16)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import random
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -188,3 +189,17 @@ def test_memory_does_not_grow_with_what_is_repeated(write: Write) -> None:
         assert (read.blocks, read.unique) == (10_000, 200)
         assert read.nodes.base is not None
         assert not read.nodes.flags.owndata
+
+
+def test_a_trace_larger_than_memory_is_streamed(write: Write) -> None:
+    """What is allocated while a trace is read is a fraction of the trace, and the same for one four times as long."""
+    peaks = []
+    for requests in (60, 240):
+        path = write(mooncake([list(range(turn % 2, 1000)) for turn in range(requests)]), f"{requests}.jsonl")
+        tracemalloc.start()
+        with read_trace(path) as read:
+            peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+        assert read.blocks > 900 * requests
+    assert path.stat().st_size > peaks[1]
+    assert peaks[1] < 1.3 * peaks[0]

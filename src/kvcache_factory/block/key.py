@@ -201,10 +201,7 @@ class KeyChain:
         if self.builder != "RAW":
             return self.key_bytes(block)
         count = (block + 1) * self.identity.block_tokens
-        parts = [self.identity.digest, struct.pack("<I", count), _little(self._token_buffer[:count]).tobytes()]
-        for i in np.flatnonzero(self._extra_buffer[: block + 1].any(axis=1)).tolist():
-            parts.append(struct.pack("<I", i) + _as_bytes(self._extra_buffer[i]))
-        return b"".join(parts)
+        return raw_name(self.identity.digest, self._token_buffer[:count], self._extra_buffer[: block + 1])
 
     def extend(self, tokens: Any, media: Sequence[MediaSpan] = ()) -> int:
         """Append *tokens* (and state the *media* among them, positions from 0); returns the number of full blocks.
@@ -335,6 +332,14 @@ class KeyChain:
 def root_key(identity: Identity, builder: str = "ROLLING_HASH") -> bytes:
     """The 16 bytes before the first key: the identity's digest, in a domain of its own for each other builder."""
     return identity.digest if builder == "ROLLING_HASH" else digest128(b"root", builder.encode(), identity.digest)
+
+
+def raw_name(identity_digest: bytes, tokens: Tokens, extras: Words) -> bytes:
+    """The name of a block by its record: *tokens* and *extras* of its whole prefix, its own included."""
+    parts = [identity_digest, struct.pack("<I", len(tokens)), _little(tokens).tobytes()]
+    for i in np.flatnonzero(extras.any(axis=1)).tolist():
+        parts.append(struct.pack("<I", i) + _as_bytes(extras[i]))
+    return b"".join(parts)
 
 
 def extras_digest(records: Sequence[bytes]) -> bytes:

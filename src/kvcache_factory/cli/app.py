@@ -11,7 +11,23 @@ from .. import __version__
 from ..errors import KVCacheError
 from .output import debugging
 
-COMMANDS = ("bench", "demo", "doctor", "inspect", "load", "plan", "purge", "replay", "verify")
+COMMANDS = (
+    "advise",
+    "bench",
+    "bypass",
+    "dashboard",
+    "demo",
+    "doctor",
+    "inspect",
+    "load",
+    "plan",
+    "purge",
+    "replay",
+    "reset",
+    "state",
+    "top",
+    "verify",
+)
 
 
 class CleanError(click.ClickException):

@@ -17,15 +17,30 @@ if TYPE_CHECKING:
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
-trace_path = click.Path(exists=True, dir_okay=False, path_type=Path)
+file_path = click.Path(exists=True, dir_okay=False, path_type=Path)
+SYNTHETIC = "synthetic:"
+
+
+class TracePath(click.Path):
+    """A file that exists, or the name of a synthetic workload."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if isinstance(value, str) and value.startswith(SYNTHETIC):
+            return Path(value)
+        return super().convert(value, param, ctx)
+
+
+trace_path = TracePath(exists=True, dir_okay=False, path_type=Path)
 
 _OPTIONS = (
     click.option("--kv-dtype", default="bfloat16", show_default=True, help="Type of the model's KV."),
     click.option("--prefill-rate", type=float, metavar="TOKENS/S", help="Cost of prefill: a constant rate."),
-    click.option("--prefill-file", type=trace_path, metavar="FILE", help="... or measured: output of `demo --json`."),
+    click.option("--prefill-file", type=file_path, metavar="FILE", help="... or measured: output of `demo --json`."),
     click.option("--tflops", type=float, help="... or of the model at so many TFLOP/s; 300 when nothing is given."),
     click.option("--block-tokens", type=click.IntRange(min=1), help="Tokens of a block, where not the format's own."),
-    click.option("--seed", type=int, default=1, show_default=True, help="For traces without absolute times."),
+    click.option(
+        "--seed", type=int, default=1, show_default=True, help="For what traces leave open, and for synthetic ones."
+    ),
     click.option(
         "--window-h",
         type=click.FloatRange(min=0, min_open=True),
@@ -47,10 +62,14 @@ def trace_options(function: _F) -> _F:
 def read(
     path: Path, progress: Progress, *, strict: bool, seed: int, window_h: float, block_tokens: int | None
 ) -> Workload:
-    """Read one trace, saying on stderr what was skipped."""
+    """Read one trace, or make a synthetic one, saying on stderr what was skipped."""
     from ..simulate.formats import Options
+    from ..simulate.synthetic import make_workload
     from ..simulate.workload import read_trace
 
+    if str(path).startswith(SYNTHETIC):
+        text = f"making {path}"
+        return make_workload(str(path), seed=seed, progress=lambda done, total: progress(done, total, text))
     text = f"reading {path.name}"
     workload = read_trace(
         path,

@@ -41,19 +41,24 @@ def known_connectors() -> dict[str, str | type[Connector[Any, Any]]]:
     return {**found, **_registered, **_SHIPPED}
 
 
+def check_name(name: str) -> str | type[Connector[Any, Any]]:
+    """What a name, an alias or ``"module:Class"`` stands for, nothing being imported; ConfigError when for nothing."""
+    if ":" in name:
+        return name
+    known = known_connectors()
+    short = _ALIASES.get(name.upper(), name.upper())
+    if short not in known:
+        near = difflib.get_close_matches(short, known, 3, 0.4) or sorted(known)
+        raise ConfigError(f"there is no connector {name!r}; did you mean {' or '.join(near)}, or 'module:Class'?")
+    return known[short]
+
+
 def connector_class(name: str) -> type[Connector[Any, Any]]:
     """The class of a name, an alias or ``"module:Class"``.
 
     Raises ConfigError when there is none, MissingDependencyError when a package that its module needs is missing.
     """
-    target: str | type[Connector[Any, Any]] = name
-    if ":" not in name:
-        known = known_connectors()
-        short = _ALIASES.get(name.upper(), name.upper())
-        if short not in known:
-            near = difflib.get_close_matches(short, known, 3, 0.4) or sorted(known)
-            raise ConfigError(f"there is no connector {name!r}; did you mean {' or '.join(near)}, or 'module:Class'?")
-        target = known[short]
+    target = check_name(name)
     cls = _import(target) if isinstance(target, str) else target
     if not isinstance(cls, type) or not issubclass(cls, Connector):
         raise ConfigError(f"connector {name!r}: {target} is no subclass of kvcache_factory.connector.Connector")

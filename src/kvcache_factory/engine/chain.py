@@ -13,6 +13,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +21,7 @@ import numpy.typing as npt
 from ..block.key import KeyChain
 from ..block.spec import BlockSpec
 from ..errors import ClosedError, ConfigError
-from .finding import Finding
+from .finding import Finding, view_of
 from .flow import Flow, FlowSettings
 from .io import IOPool, Lane, Ticket
 from .lasting import LastingTier
@@ -28,6 +29,7 @@ from .lease import LeaseBook, Usage
 from .ledger import MANAGER, Event, Ledger
 from .loading import Loading
 from .mover import Mover
+from .remote import RemoteLevel
 from .roots import Roots
 from .saving import Saving
 from .seen import Seen
@@ -35,6 +37,13 @@ from .table import Keys
 from .tier import Tier
 
 REUSABLE, SERVED = Event.REUSABLE, Event.SERVED  # Python 3.11 takes long to look up a member
+
+
+class Dropped(NamedTuple):
+    """What was dropped, in all tiers together."""
+
+    blocks: int
+    nbytes: int
 
 
 class TierChain:
@@ -50,6 +59,8 @@ class TierChain:
         Who runs background jobs; by default threads of its own.
     mover:
         Who copies payloads.
+    remote:
+        The level below all tiers that is asked by name, unopened.
     """
 
     def __init__(
@@ -62,17 +73,19 @@ class TierChain:
         on_error: Callable[[Exception], None],
         io: IOPool | None = None,
         mover: Mover | None = None,
+        remote: RemoteLevel | None = None,
     ) -> None:
         assert tiers, "a chain needs a tier"
         self.tiers = list(tiers)
         self.roots = roots
         self.flow = Flow(self.tiers, settings, self.roots, on_error, io)
+        self.flow.remote = self.remote = remote
         self.ledger = ledger
         self.mover = mover or Mover()
         self.leases = LeaseBook(settings.lease_max_age_s, clock, self._count_expired, self._count_usage)
         self.finding = Finding(self.tiers, self.flow, self.leases, ledger)
         self.loading = Loading(self.tiers, self.flow, self.leases, self.mover, ledger)
-        self.saving = Saving(self.tiers, self.flow, self.leases, self.mover)
+        self.saving = Saving(self.tiers, self.flow, self.leases, self.mover, roots)
         self._spec: BlockSpec | None = None
         self._open_lock = threading.Lock()
         self._closed = False
@@ -92,6 +105,9 @@ class TierChain:
                 for tier in self.tiers:
                     opened.append(tier)
                     tier.open(spec)
+                if self.remote is not None:
+                    self.remote.landed = self._landed
+                    self.remote.open(spec, self.tiers)
             except BaseException:
                 for tier in opened:
                     tier.close()
@@ -127,9 +143,13 @@ class TierChain:
         """Run *job* in a thread of the pool in so many *seconds*, unless an earlier job is to come first."""
         self.flow.io.wake_at(time.monotonic() + seconds, job)
 
+    def _landed(self, tip: int) -> None:
+        assert self.remote is not None
+        self.flow.stored(self.remote.source_number, tip, 0)
+
     def wait(self, timeout: float | None = None) -> bool:
         """Wait for background work; False when *timeout* seconds were not enough."""
-        return self.flow.io.wait(timeout)
+        return self.flow.wait(timeout)
 
     def close(self) -> None:
         """Stop intake, end background work, free everything; idempotent."""
@@ -170,6 +190,8 @@ class TierChain:
 
     def evict(self, blocks: int, number: int = 0) -> int:
         """Let up to *blocks* blocks leave tier *number* by policy; returns how many did."""
+        if self.remote is not None and self.remote.takes_leaving(number):
+            return self.flow.move_out(number, blocks)
         tier = self.tiers[number]
         keys = tier.evict(blocks)
         tier.count_evicted(keys, self.flow.below(number))
@@ -196,16 +218,23 @@ class TierChain:
         for tier in self._tiers_twice():
             rows = tier.index.rows_of(chain.keys[first:])
             dropped += tier.drop(rows[rows >= 0], reason)
+        if self.remote is not None:
+            self.remote.forget_chain(view_of(chain, chain.num_blocks), first)
         return dropped
 
-    def drop_unshared(self, keys: Keys, reason: str, wipe: bool = False) -> int:
+    def drop_unshared(self, keys: Keys, reason: str, wipe: bool = False) -> Dropped:
         """Drop the blocks of *keys* ``[n, 2]`` that nothing else is built on, from every tier; copies on their way too.
 
-        *wipe*: stores overwrite their bytes.
+        *wipe*: stores overwrite their bytes, and remote ones delete them.
         """
-        if not self.is_open:
-            return 0
-        return sum(tier.drop_unshared(keys, reason, wipe) for tier in self._tiers_twice())
+        if wipe and self.is_open and self.remote is not None:
+            self.remote.forget_keys(keys)
+        blocks = nbytes = 0
+        for tier in self._tiers_twice() if self.is_open else ():
+            gone = tier.drop_unshared(keys, reason, wipe)
+            blocks += gone
+            nbytes += gone * tier.block_bytes
+        return Dropped(blocks, nbytes)
 
     def _tiers_twice(self) -> list[Tier]:
         """For dropping: a copy that began before the first look ends before the second, or sees its source gone."""
@@ -220,7 +249,9 @@ class TierChain:
 
     def clear(self, reason: str) -> None:
         """Drop every block from every tier, and forget what was seen."""
-        self.flow.io.wait()
+        self.flow.wait()
+        if self.remote is not None:
+            self.remote.forget_ours()
         if self.finding.seen is not None:
             self.finding.seen.clear()
         for tier in self.tiers:
@@ -252,7 +283,7 @@ class TierChain:
             counted = {part.value: self.ledger.total(part, MANAGER).blocks for part in parts}
             if total != sum(counted.values()):
                 problems.append(f"manager: {whole} {total} blocks, but {counted}")
-        return problems
+        return problems + (self.remote.check() if self.remote is not None else [])
 
     def _count_expired(self) -> None:
         self.ledger.add(MANAGER, Event.LEASE_EXPIRED)

@@ -10,7 +10,7 @@ from ..block.key import KeyChain
 from ..block.plan import ChainView, Match, Segment
 from ..policy.base import NO_HINT, RequestHint
 from .flow import Flow
-from .io import Lane, Ticket
+from .io import Joint, Lane, Ticket
 from .lasting import LastingTier
 from .lease import LeaseBook, Usage
 from .ledger import MANAGER, Event, Ledger
@@ -67,24 +67,13 @@ class Finding:
         self.flow.settle()
         tokens = covered * chain.identity.block_tokens
         stored = any(self.tiers[segment.tier].store.memory is None for segment in segments)
-        view = self._view(chain, covered) if stored else None
+        view = view_of(chain, covered) if stored else None
         return Match(request_id, covered, tokens, tuple(segments), reason, lease, root, view)
 
     def _usage(self, chain: KeyChain, limit: int, covered: int) -> Usage:
         """Of a request's *limit* blocks, *covered* were found; the others count as history where they were seen."""
         missed = chain.keys[covered:limit]
         return Usage(covered + (self.seen.leading(missed) if self.seen is not None and len(missed) else 0), covered)
-
-    @staticmethod
-    def _view(chain: KeyChain, blocks: int) -> ChainView:
-        return ChainView(
-            root_key=chain.root,
-            identity_digest=chain.identity.digest,
-            keys=chain.keys[:blocks],
-            token_blocks=chain.token_blocks[:blocks],
-            extras=chain.extras[:blocks],
-            memo={},
-        )
 
     def refresh_if_stale(self) -> Ticket | None:
         """Begin to learn what other processes have stored, where the last look is old; None when there is no need."""
@@ -95,7 +84,20 @@ class Finding:
             ticket = self.flow.io.submit(Lane.LOAD, tier.refresh)
             if ticket is None:
                 tier.refreshing = False
+            self.forget_idle_roots()
         return ticket
+
+    def forget_idle_roots(self) -> None:
+        """Where roots have become many, forget those that no model and no block stands on."""
+        roots = self.flow.roots
+        if roots.crowded:
+            asked, used = roots.asked, set[int]()
+            for tier in (
+                *self.tiers,
+                *self.tiers[:-1],
+            ):  # a block on its way up leaves the lower tier after it has come
+                used |= tier.index.roots()
+            roots.forget(used, asked)
 
     def _match_tiers(
         self,
@@ -129,8 +131,20 @@ class Finding:
                 tier.index.unpin(int(found.rows[-1]))
         return segments, covered, reason
 
-    def prefetch(self, chain: KeyChain, root: int) -> Ticket | None:
-        """Start to bring what slower tiers hold of *chain* to a faster one; None when there is nothing to do."""
+    def prefetch(self, chain: KeyChain, root: int, wait_s: float | None = None) -> Ticket | None:
+        """Start to bring what slower tiers hold of *chain* to a faster one, and what none has from the remote level.
+
+        *wait_s*: what the caller would wait at most for the remote level.  None when there is nothing to do.
+        """
+        local, covered = self._prefetch_local(chain, root)
+        if self.flow.remote is None:
+            return local
+        outside = self.flow.remote.ask(view_of(chain, chain.num_blocks), root, covered, local, wait_s)
+        tickets = [ticket for ticket in (local, outside) if ticket is not None]
+        return Joint(tickets) if tickets else None
+
+    def _prefetch_local(self, chain: KeyChain, root: int) -> tuple[Ticket | None, int]:
+        """What is on its way from slower tiers, and how many blocks the tiers have together."""
         request_id = f"prefetch-{next(self._prefetches)}"
         match = self._lease(chain, root, request_id, chain.num_blocks, Fidelity.EXACT, NO_HINT, counted=False)
         deeper = [segment for segment in match.segments if segment.tier]
@@ -145,5 +159,18 @@ class Finding:
 
         if lease is None:
             end()
-            return None
-        return Prefetch(self.flow, match, deeper, end).start(max(self.flow.settings.io_threads - 1, 1))
+            return None, match.blocks
+        threads = max(self.flow.settings.io_threads - 1, 1)
+        return Prefetch(self.flow, match, deeper, end).start(threads), match.blocks
+
+
+def view_of(chain: KeyChain, blocks: int) -> ChainView:
+    """The leading *blocks* of *chain* as they are now."""
+    return ChainView(
+        root_key=chain.root,
+        identity_digest=chain.identity.digest,
+        keys=chain.keys[:blocks],
+        token_blocks=chain.token_blocks[:blocks],
+        extras=chain.extras[:blocks],
+        memo={},
+    )

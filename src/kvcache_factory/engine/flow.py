@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -11,16 +12,18 @@ import numpy as np
 from ..block.spec import BlockSpec
 from ..errors import StoreError
 from ..memory.move import copy_slots
+from ..policy.base import NO_HINT, RequestHint
 from .fetch import Fetcher
 from .images import seal
 from .io import IOPool, Lane, Ticket
 from .lasting import LastingTier
 from .ledger import Event
+from .remote import RemoteLevel
 from .roots import Roots
-from .table import Rows
+from .table import Keys, Rows
 from .tier import Ingestion, Tier
 from .transit import Transit
-from .values import StoredChain
+from .values import NOT_ADMITTED, StoredChain
 
 
 class FlowSettings(msgspec.Struct, frozen=True):
@@ -65,26 +68,47 @@ class Flow:
         self.roots = roots
         self._demoting = [False] * len(tiers)
         self._transit: Transit | None = None
+        self._passing: Transit | None = None
         self._fetchers: dict[int, Fetcher] = {}
+        self.remote: RemoteLevel | None = None
         self.io = io or IOPool(settings.io_threads, settings.max_pending_jobs, on_error)
         for tier in tiers:
             tier.policy.use_worker(self._in_background)
 
     def open(self, spec: BlockSpec) -> None:
         """Prepare for blocks of *spec*."""
-        self._transit = Transit(spec)
+        self._transit, self._passing = Transit(spec), Transit(spec)
 
     def close(self) -> None:
         """End background work and free what it used."""
         self.io.close()
-        if self._transit is not None:
-            self._transit.close()
+        if self.remote is not None:
+            self.remote.close()
+        for pool in (self._transit, self._passing):
+            if pool is not None:
+                pool.close()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait for background work; False when *timeout* seconds were not enough."""
+        end = None if timeout is None else time.monotonic() + timeout
+        while True:  # what moves between tiers may have blocks written outside, and what comes from there moved on
+            for io in (self.io, self.remote.io) if self.remote is not None else (self.io,):
+                if not io.wait(None if end is None else max(end - time.monotonic(), 0)):
+                    return False
+            if self.remote is None or (self.io.is_idle and self.remote.io.is_idle):
+                return True
 
     @property
     def transit(self) -> Transit:
         """Slots for blocks that pass through."""
         assert self._transit is not None, "not open"
         return self._transit
+
+    @property
+    def passing(self) -> Transit:
+        """Slots for blocks that wait for a job; those of :attr:`transit` are waited for, so they must not wait."""
+        assert self._passing is not None, "not open"
+        return self._passing
 
     def fetcher(self, number: int) -> Fetcher:
         """What reads blocks of tier *number*, whose store is not memory, into the memory tier above it."""
@@ -107,17 +131,24 @@ class Flow:
         """The tier below tier *number*."""
         return self.tiers[number + 1] if number + 1 < len(self.tiers) else None
 
-    def stored(self, number: int, tip: int) -> None:
-        """New blocks, up to the row *tip*, are in tier *number*; takes over one pin of *tip*."""
+    def stored(self, number: int, tip: int, blocks: int, hint: RequestHint = NO_HINT) -> None:
+        """*blocks* new blocks, up to the row *tip*, are in tier *number*; takes over one pin of *tip*.
+
+        0 blocks: they came from the remote level, which need not have them again.
+        """
+        if self.remote is not None:
+            self.remote.stored(number, tip, blocks)
         below = self.below(number)
         if below is not None and below.ingestion == Ingestion.ALL:
-            self._send_down(number, tip)
+            self._send_down(number, tip, hint)
         else:
             self.tiers[number].index.unpin(tip)
         self._demote_if_full(number)
 
     def used(self, number: int, rows: Rows) -> None:
         """A request has hit *rows*, the leading blocks of a chain, in tier *number*; it holds them."""
+        if self.remote is not None:
+            self.remote.used(number, rows)
         tier, below = self.tiers[number], self.below(number)
         if below is None or below.ingestion != Ingestion.HOT:
             return
@@ -135,9 +166,9 @@ class Flow:
             if tier.is_open and tier.index.in_limbo:
                 self.io.submit(Lane.STORE, tier.settle)
 
-    def _send_down(self, number: int, tip: int) -> None:
+    def _send_down(self, number: int, tip: int, hint: RequestHint = NO_HINT) -> None:
         """Copy the chain that ends in *tip* one tier down, in the background; takes over one pin of *tip*."""
-        job = partial(self._copy_chain, number, tip, number + 1, Event.DEMOTED)
+        job = partial(self._copy_chain, number, tip, number + 1, Event.DEMOTED, hint)
         if self.io.submit(Lane.STORE, job) is None:
             self.tiers[number].index.unpin(tip)
             self.tiers[number + 1].count(Event.NOT_STORED, 1, "queue_full")
@@ -153,31 +184,78 @@ class Flow:
             tier.index.unpin(tip)
         return ticket
 
-    def _copy_chain(self, source_number: int, tip: int, target_number: int, event: Event) -> None:
-        """Make the chain that ends in the pinned row *tip* present in another tier, then unpin it."""
+    def copy_down(self, number: int, key: Keys, target_number: int) -> None:
+        """Make the chain that ends in the block of *key* ``[1, 2]`` in tier *number*, if it is there, present in
+        another."""
+        tip = self.tiers[number].index.hold(key)
+        if tip >= 0:
+            self._copy_chain(number, tip, target_number, Event.DEMOTED)
+
+    def _copy_chain(
+        self, source_number: int, tip: int, target_number: int, event: Event, hint: RequestHint = NO_HINT
+    ) -> None:
+        """Make the chain that ends in the pinned row *tip* present in another tier, then unpin it.
+
+        What a tier does not admit on its way down goes on to the next.
+        """
         source, target = self.tiers[source_number], self.tiers[target_number]
         try:
             chain = source.index.stored_chain(tip, self.roots)
-            reservation = target.reserve(chain, chain.root, 0, chain.num_blocks, chain.fidelity, chain.layout)
+            reservation = target.reserve(chain, chain.root, 0, chain.num_blocks, chain.fidelity, chain.layout, hint)
             target.count_left(reservation, self.below(target_number))
             if len(reservation.rows):
                 part = slice(reservation.first, reservation.first + len(reservation.rows))
                 with target.timing("demote" if event is Event.DEMOTED else "promote"):
-                    self._fill(source, chain, part, target, reservation.rows, event)
+                    self._fill(source, chain, part, target, reservation.rows, event, hint)
                 if event is Event.DEMOTED:
-                    self.stored(target_number, int(reservation.rows[-1]))
+                    self.stored(target_number, int(reservation.rows[-1]), len(reservation.rows), hint)
                 else:
                     target.index.unpin(int(reservation.rows[-1]))
+            further = target_number + 1
+            if reservation.reason == NOT_ADMITTED and event is Event.DEMOTED and further < len(self.tiers):
+                source.index.pin(tip)
+                self._copy_chain(source_number, tip, further, event, hint)
         finally:
             source.index.unpin(tip)
             source.settle()
             target.settle()
 
-    def _fill(self, source: Tier, chain: StoredChain, part: slice, target: Tier, rows: Rows, event: Event) -> None:
+    def _fill(
+        self,
+        source: Tier,
+        chain: StoredChain,
+        part: slice,
+        target: Tier,
+        rows: Rows,
+        event: Event,
+        hint: RequestHint,
+    ) -> None:
         """Copy blocks into reserved *rows* of another tier, commit what was copied, and pin the last of *rows*."""
+        source_rows = chain.rows[part]
+
+        def write() -> int:
+            target.index.checksum[rows] = source.index.checksum[source_rows]
+            return self._write(source, chain, part, target, rows)
+
+        written = self.place(target, rows, write, event, hint)
+        copied = source_rows[:written]
+        gone = source.index.gone(copied)
+        if gone < written:  # dropped meanwhile: whoever dropped it could not see the copy yet
+            target.index.wipe[rows[gone:written]] = source.index.wipe[copied[gone:]]
+            target.drop(rows[gone : gone + 1], "dropped_above")
+
+    def place(
+        self,
+        target: Tier,
+        rows: Rows,
+        write: Callable[[], int],
+        event: Event | None = None,
+        hint: RequestHint = NO_HINT,
+    ) -> int:
+        """Have *write* fill reserved *rows*, commit as many leading ones as it says, and pin the last of *rows*."""
         written, failed, reason = 0, True, "copy_failed"
         try:
-            written = self._write(source, chain, part, target, rows)
+            written = write()
             failed = False
         except StoreError as error:
             reason = error.reason
@@ -185,21 +263,17 @@ class Flow:
             if failed:
                 raise
         finally:
-            copied = chain.rows[part][:written]
-            target.index.checksum[rows[:written]] = source.index.checksum[copied]
             target.index.pin(int(rows[-1]))
-            committed = target.index.commit(rows[:written])
+            committed = target.index.commit(rows[:written], hint)
             target.abort(rows[written:])
             target.count(Event.STORED, committed)
-            target.count(event, committed)
+            if event is not None:
+                target.count(event, committed)
             target.count(Event.NOT_STORED, len(rows) - written, reason)
             if failed:
                 target.index.unpin(int(rows[-1]))
             target.settle()
-        gone = source.index.gone(copied)
-        if gone < written:  # dropped meanwhile: whoever dropped it could not see the copy yet
-            target.index.wipe[rows[gone:written]] = source.index.wipe[copied[gone:]]
-            target.drop(rows[gone : gone + 1], "dropped_above")
+        return written
 
     def _write(self, source: Tier, chain: StoredChain, part: slice, target: Tier, rows: Rows) -> int:
         """Write the blocks *part* of *chain* to *rows* of the target; returns how many leading ones were."""
@@ -228,7 +302,8 @@ class Flow:
 
     def _demote_if_full(self, number: int) -> None:
         index = self.tiers[number].index
-        full = self.below(number) is not None and index.used > self.settings.demote_at * index.capacity
+        goes_on = self.below(number) is not None or self._takes_leaving(number) is not None
+        full = goes_on and index.used > self.settings.demote_at * index.capacity
         if full and not self._demoting[number]:
             self._demoting[number] = True
             if self.io.submit(Lane.STORE, partial(self._demote, number)) is None:
@@ -238,22 +313,43 @@ class Flow:
         """Move the blocks that would leave first one tier down, until the tier is as empty as it should be."""
         self._demoting[number] = False
         tier = self.tiers[number]
-        lower = number + 1 if tier.swap_to is None else tier.swap_to
-        below = self.tiers[lower]
         surplus = tier.index.used - int(self.settings.demote_to * tier.index.capacity)
-        if surplus <= 0:
-            return
-        rows = tier.index.select_victims(surplus)
+        if surplus > 0:
+            self.move_out(number, surplus)
+
+    def move_out(self, number: int, count: int) -> int:
+        """Let up to *count* blocks leave tier *number* by policy once they are where they belong then.
+
+        Returns how many left; a level below that is out of order keeps them here, a remote one does not.
+        """
+        tier, outside = self.tiers[number], self._takes_leaving(number)
+        rows = tier.index.select_victims(count)
         try:
-            missing = rows[below.index.rows_of(tier.index.keys[rows]) < 0]
-            while len(missing):
-                tip = int(missing[tier.index.depth[missing].argmax()])
-                tier.index.pin(tip)
-                covered = tier.index.stored_chain(tip, self.roots).rows
-                self._copy_chain(number, tip, lower, Event.DEMOTED)
-                missing = missing[~np.isin(missing, covered) & (missing != tip)]
+            written = outside.writes.write_leaving(rows) if outside is not None else None
+            below = self._move_down(number, rows) if self.below(number) is not None else None
         except BaseException:  # the tier below is out of order: what it did not get stays here
             for row in rows.tolist():
                 tier.index.unpin(row)
             raise
-        tier.count_evicted(tier.index.remove_selected(rows), below)
+        kept = tier.index.keys[rows[written]] if written is not None else None
+        left = tier.index.remove_selected(rows)
+        tier.count_evicted(left, below, kept)
+        return len(left)
+
+    def _move_down(self, number: int, rows: Rows) -> Tier:
+        """Have what is missing of *rows* in the tier that they go to when they leave; returns that tier."""
+        tier = self.tiers[number]
+        lower = number + 1 if tier.swap_to is None else tier.swap_to
+        below = self.tiers[lower]
+        missing = rows[below.index.rows_of(tier.index.keys[rows]) < 0]
+        while len(missing):
+            tip = int(missing[tier.index.depth[missing].argmax()])
+            tier.index.pin(tip)
+            covered = tier.index.stored_chain(tip, self.roots).rows
+            self._copy_chain(number, tip, lower, Event.DEMOTED)
+            missing = missing[~np.isin(missing, covered) & (missing != tip)]
+        return below
+
+    def _takes_leaving(self, number: int) -> RemoteLevel | None:
+        """The remote level, if it takes what leaves tier *number*."""
+        return self.remote if self.remote is not None and self.remote.takes_leaving(number) else None

@@ -14,6 +14,7 @@ from .table import Rows
 from .values import StoredChain
 
 Bytes = npt.NDArray[np.uint8]
+Blocks = npt.NDArray[np.int64]
 
 
 class Image(msgspec.Struct, frozen=True):
@@ -24,8 +25,11 @@ class Image(msgspec.Struct, frozen=True):
     payload_checksum: int
 
 
-def seal(spec: BlockSpec, slots: Bytes, rows: Rows, chain: StoredChain, part: slice) -> None:
-    """Write the headers of the blocks *part* of *chain*, whose payloads are in *rows* of *slots* [n, slot_bytes]."""
+def seal(spec: BlockSpec, slots: Bytes, rows: Rows, chain: StoredChain, part: slice | Blocks) -> None:
+    """Write headers for the blocks *part* (a slice, or numbers) of *chain*.
+
+    Their payloads are in *rows* of *slots* ``[n, slot_bytes]``.
+    """
     payloads = slots[:, spec.header_bytes : spec.header_bytes + spec.payload_bytes]
     sums = np.array([checksum(payloads[row].data) for row in rows.tolist()], np.uint64)
     kinds = chain.layout[part].astype(np.int64) * 256 + chain.fidelity[part]

@@ -12,7 +12,7 @@ from .record import DIFFERS, NOT_EXACT, NOT_READY, compare, publish, write
 from .roots import Roots
 from .table import Keys, Rows
 from .tree import DOOMED, FREE, NO_KEYS, PENDING, READY, Tree, as_slice
-from .values import Chain, Found, Reservation, StoredChain
+from .values import NOT_ADMITTED, Chain, Found, Reservation, StoredChain
 
 _NONE: Rows = np.empty(0, np.int32)
 _REASONS = {DIFFERS: "record_differs", NOT_READY: "in_progress", NOT_EXACT: "not_exact"}
@@ -66,6 +66,11 @@ class Index(Tree):
             rows[(rows >= 0) & (self.state[rows] != READY)] = -1
             return rows
 
+    def roots(self) -> set[int]:
+        """Numbers of the roots that blocks stand on, visible or not."""
+        with self._lock:
+            return set(np.unique(self.parent[(self.state != FREE) & (self.parent < -1)]).tolist())
+
     def knows(self, keys: Keys) -> npt.NDArray[np.bool_]:
         """Which of *keys* ``[n, 2]`` are here, whole or being written."""
         with self._lock:
@@ -83,12 +88,14 @@ class Index(Tree):
         fidelity: int | npt.NDArray[np.uint8] = Fidelity.EXACT,
         layout: int | npt.NDArray[np.uint8] = 0,
         hint: RequestHint = NO_HINT,
+        places: int | None = None,
     ) -> Reservation:
         """Reserve rows for those of the blocks *first* to *first* + *count* - 1 that are not here, evicting for them.
 
         Blocks that are ready or being written by somebody else are left to them.  A resident block whose record
         differs, or that is less exact, gives way together with what was built on it.  *fidelity* and *layout* are one
-        value, or one for each of the *count* blocks.
+        value, or one for each of the *count* blocks.  *places*: blocks that the store has room for, where that is not
+        one for each free row.
         """
         end = min(first + count, chain.num_blocks)
         with self._lock:
@@ -102,7 +109,7 @@ class Index(Tree):
             replaced = self._doom(in_the_way) if len(in_the_way) else 0
             tip = int(resident[-1]) if len(resident) else root
             hint = replace(hint, total_blocks=chain.num_blocks, first_block=start, tip=tip)
-            rows, evicted, reason = self._allocate(chain.keys[start:possible], tip, hint)
+            rows, evicted, reason = self._allocate(chain.keys[start:possible], tip, hint, places)
             placed = self._place(rows, chain, start) if len(rows) else rows
             if len(placed):
                 part = slice(start - first, start - first + len(placed))
@@ -195,6 +202,14 @@ class Index(Tree):
         with self._lock:
             self._pin(row)
 
+    def hold(self, key: Keys) -> int:
+        """Pin the row of *key* ``[1, 2]``, whole or being written, and return it; -1 when it is not here."""
+        with self._lock:
+            row = int(self._table.find(key)[0])
+            if row >= 0:
+                self._pin(row)
+            return row
+
     def stored_chain(self, row: int, roots: Roots) -> StoredChain:
         """The blocks that are ready of the chain from its first to *row*, which the caller must hold a pin of."""
         with self._lock:
@@ -230,6 +245,12 @@ class Index(Tree):
         with self._lock:
             dropped = self.state[rows] != READY
             return int(dropped.argmax()) if dropped.any() else len(rows)
+
+    def dropped(self, rows: Rows) -> npt.NDArray[np.bool_]:
+        """Which of *rows*, which the caller holds, were dropped."""
+        with self._lock:
+            dropped: npt.NDArray[np.bool_] = self.state[rows] != READY
+            return dropped
 
     def select_victims(self, count: int) -> Rows:
         """Pin the *count* rows, or more, that the policy would move down first; :meth:`remove_selected` ends that."""
@@ -313,10 +334,10 @@ class Index(Tree):
         changed = self.generation[as_slice(rows)] != memo[3][:limit]
         return rows[: int(changed.argmax())] if changed.any() else rows
 
-    def _allocate(self, keys: Keys, tip: int, hint: RequestHint) -> tuple[Rows, Keys, str]:
+    def _allocate(self, keys: Keys, tip: int, hint: RequestHint, places: int | None) -> tuple[Rows, Keys, str]:
         """Rows for the blocks of *keys*, as many leading ones as can and should have one."""
         count, evicted, reason = len(keys), NO_KEYS, ""
-        free = self._num_free
+        free = self._num_free if places is None else min(self._num_free, max(places, 0))
         if count > free:
             if tip >= 0:
                 self._pin(tip)
@@ -324,7 +345,7 @@ class Index(Tree):
             admitted, leaving = self.policy.make_room(self._clock(), keys[free:], hint, self._unlinker)
             evicted = self._let_go(leaving)
             if admitted < count - free:
-                count, reason = free + admitted, "not_admitted"
+                count, reason = free + admitted, NOT_ADMITTED
             if count > self._num_free:
                 count, reason = self._num_free, "full"
             if tip >= 0:

@@ -122,6 +122,12 @@ class IOPool:
             return self._changed.wait_for(lambda: not self._running and not self.pending, timeout)
 
     @property
+    def is_idle(self) -> bool:
+        """Whether nothing is queued or running."""
+        with self._changed:
+            return not self._running and not self.pending
+
+    @property
     def pending(self) -> int:
         """Jobs that wait."""
         return sum(len(lane) for lane in self._lanes)

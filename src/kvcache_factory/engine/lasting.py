@@ -208,7 +208,9 @@ class LastingTier(Tier):
         layout: int | npt.NDArray[np.uint8] = 0,
         hint: RequestHint = NO_HINT,
     ) -> Reservation:
-        taken = super().reserve(chain, root, first, count, fidelity, layout, hint)
+        self.settle()
+        room = self.store.room()
+        taken = self.index.reserve(chain, root, first, count, fidelity, layout, hint, places=room)
         self.settle()
         evicted = taken.evicted
         short = len(taken.rows) - self.store.room()

@@ -31,8 +31,14 @@ class Mover:
 
     def gather(self, tier: Tier, rows: Rows, region: Region, positions: BlockPositions) -> None:
         """Fill *rows* from *positions*, in the region's own order."""
+        self.gather_into(tier.slots, tier.payload_offset, rows, region, positions)
+
+    def gather_into(
+        self, memory: SlotMemory, payload_offset: int, slots: Rows, region: Region, positions: BlockPositions
+    ) -> None:
+        """Fill *slots* of any memory from *positions*, in the region's own order."""
         with self:
-            gather(region, positions, tier.slots, rows, tier.payload_offset, region.tag)
+            gather(region, positions, memory, slots, payload_offset, region.tag)
 
     def scatter(
         self,

@@ -10,22 +10,28 @@ from ..block.plan import SavePlan
 from ..block.spec import Layout
 from ..memory.region import BlockPositions, Region
 from ..policy.base import RequestHint
+from ..store.base import SlotMemory
 from .flow import Flow
 from .lease import LeaseBook
 from .ledger import Event
 from .mover import Mover
+from .passing import Passing, unstored
+from .roots import Roots
 from .seen import Seen
-from .tier import Tier
+from .table import Rows
+from .tier import Ingestion, Tier
+from .values import NOT_ADMITTED, Reservation
 
 
 class Saving:
     """The verb *save* over the tiers of a chain."""
 
-    def __init__(self, tiers: Sequence[Tier], flow: Flow, leases: LeaseBook, mover: Mover) -> None:
+    def __init__(self, tiers: Sequence[Tier], flow: Flow, leases: LeaseBook, mover: Mover, roots: Roots) -> None:
         self.tiers = tiers
         self.flow = flow
         self.leases = leases
         self.mover = mover
+        self.roots = roots
         self.seen: Seen | None = None
         """Keys that were computed before; there once the tiers are open."""
 
@@ -44,8 +50,8 @@ class Saving:
 
         The lease of *request_id* holds it too.
         """
-        plan = self.plan_save(chain, root, first, len(positions), region.tag, fidelity, hint)
-        filled = 0
+        taken = self._reserve(chain, root, first, len(positions), region.tag, fidelity, hint)
+        plan, filled = SavePlan(taken.first, taken.rows), 0
         try:
             if len(plan.rows):
                 start = plan.first - first
@@ -55,7 +61,32 @@ class Saving:
                 filled = len(plan.rows)
         finally:
             self.finish_save(plan, filled, hint, request_id)
+        if taken.reason == NOT_ADMITTED and filled == len(plan.rows):
+            refused = plan.first + filled
+            self._pass_on(chain, root, region, positions[refused - first :], refused, fidelity, hint)
         return filled
+
+    def _pass_on(
+        self,
+        chain: KeyChain,
+        root: int,
+        region: Region,
+        positions: BlockPositions,
+        first: int,
+        fidelity: Fidelity,
+        hint: RequestHint,
+    ) -> None:
+        """Offer the tiers below the blocks from number *first* on, which the first tier does not admit."""
+        below = self.flow.below(0)
+        if below is None or below.ingestion == Ingestion.HOT:
+            return
+        layout = self.mover.layout_code(region.tag)
+        refused = unstored(chain, root, self.roots, first + len(positions), fidelity, layout)
+
+        def fill(memory: SlotMemory, payload_offset: int, slots: Rows) -> None:
+            self.mover.gather_into(memory, payload_offset, slots, region, positions[: len(slots)])
+
+        Passing(self.flow, refused, first, hint, fill).go()
 
     def plan_save(
         self,
@@ -71,6 +102,19 @@ class Saving:
 
         Whoever copies them, here or in another process, must end with :meth:`finish_save`.
         """
+        taken = self._reserve(chain, root, first, count, tag, fidelity, hint)
+        return SavePlan(taken.first, taken.rows)
+
+    def _reserve(
+        self,
+        chain: KeyChain,
+        root: int,
+        first: int,
+        count: int,
+        tag: Layout,
+        fidelity: Fidelity,
+        hint: RequestHint,
+    ) -> Reservation:
         tier = self.tiers[0]
         if self.seen is not None:
             self.seen.add(chain.keys[first : first + count])
@@ -80,7 +124,7 @@ class Saving:
             tier.count(Event.NOT_STORED, count, reservation.reason)
         else:
             tier.count(Event.DUPLICATE, count - reservation.wanted)
-        return SavePlan(reservation.first, reservation.rows)
+        return reservation
 
     def finish_save(self, plan: SavePlan, filled: int, hint: RequestHint, request_id: str | None = None) -> None:
         """The leading *filled* rows of *plan* hold their blocks, the lease of *request_id* too; the rest go back."""
@@ -93,7 +137,7 @@ class Saving:
             tier.count(Event.STORED, tier.index.commit(rows, hint))
             if request_id is not None:
                 self.leases.extend(request_id, tier, tip)
-            self.flow.stored(0, tip)
+            self.flow.stored(0, tip, len(rows), hint)
         if len(rest):
             tier.abort(rest)
             tier.count(Event.NOT_STORED, len(rest), "copy_failed")

@@ -72,6 +72,10 @@ class Tier:
         self.hot_hits = 2
         self.swap_to: int | None = None
         """Number of the tier to which what leaves by policy is moved; None: the next."""
+        self.is_staging = False
+        """Whether blocks only pass through on their way to and from outside."""
+        self.least_blocks = 1
+        """Blocks for which the budget of a staging tier is raised if it is smaller."""
         self.codec: ImageCodec | None = None
         self.spec: BlockSpec | None = None
         self.gate: Callable[[Tier, Keys], AbstractContextManager[int]] | None = None
@@ -83,6 +87,8 @@ class Tier:
         """Allocate slots and index for blocks of *spec*; CapacityError when not one block fits."""
         books = Index.bytes_per_row(spec.block_tokens) + self.policy.bytes_per_row
         per_row = self.store.slot_bytes(spec) + books
+        if self.is_staging:
+            self.budget_bytes = max(self.budget_bytes, self.least_blocks * per_row)
         rows = min(self.budget_bytes // per_row, np.iinfo(np.int32).max)
         if rows < 1:
             raise CapacityError(
@@ -227,9 +233,12 @@ class Tier:
         if blocks:
             self.ledger.add(self.name, event, blocks, blocks * self.block_bytes, reason)
 
-    def count_evicted(self, keys: Keys, below: Tier | None) -> None:
-        """Count evicted blocks, telling those that are still in the tier *below* from those that are lost."""
-        kept = int((below.index.rows_of(keys) >= 0).sum()) if below is not None and len(keys) else 0
+    def count_evicted(self, keys: Keys, below: Tier | None, outside: Keys | None = None) -> None:
+        """Count evicted blocks, telling those that are in the tier *below* or *outside* from those that are lost."""
+        known = below.index.rows_of(keys) >= 0 if below is not None and len(keys) else np.zeros(len(keys), np.bool_)
+        if outside is not None:
+            known |= np.isin(keys[:, 0], outside[:, 0])
+        kept = int(known.sum())
         self.count(Event.EVICTED, kept, "kept_below")
         self.count(Event.EVICTED, len(keys) - kept, "capacity")
         self.count(Event.UNUSED, self.index.take_unused())

@@ -7,9 +7,13 @@ from typing import Any, Protocol
 import msgspec
 import numpy as np
 import numpy.typing as npt
+from msgspec.structs import replace
 
 from .table import Keys, Rows
 from .tree import NO_KEYS
+
+NOT_ADMITTED = "not_admitted"
+"""Why blocks are not stored that the tier's policy finds worth less than whatever would have to leave for them."""
 
 
 class Chain(Protocol):
@@ -25,6 +29,21 @@ class Chain(Protocol):
     def extras(self) -> Keys: ...
     @property
     def memo(self) -> dict[int, Any]: ...
+
+
+class StoredRecords(Protocol):
+    """What names blocks outside: their keys and records, and whose they are."""
+
+    @property
+    def num_blocks(self) -> int: ...
+    @property
+    def identity_digest(self) -> bytes: ...
+    @property
+    def keys(self) -> Keys: ...
+    @property
+    def token_blocks(self) -> npt.NDArray[np.uint32]: ...
+    @property
+    def extras(self) -> Keys: ...
 
 
 class StoredChain(msgspec.Struct, frozen=True):
@@ -50,6 +69,11 @@ class StoredChain(msgspec.Struct, frozen=True):
     def parents(self) -> Keys:
         """Keys ``[n, 2]`` of the blocks before each, the root key first."""
         return np.concatenate((np.frombuffer(self.root_key, np.uint64)[None], self.keys))[:-1]
+
+    def leading(self, blocks: int) -> StoredChain:
+        """The first *blocks* blocks."""
+        names = ("rows", "keys", "token_blocks", "extras", "fidelity", "layout")
+        return replace(self, memo={}, **{name: getattr(self, name)[:blocks] for name in names})
 
 
 class Found(msgspec.Struct, frozen=True):

@@ -1,4 +1,4 @@
-"""What live figures say about symptoms: the rows of ``docs/troubleshooting.md`` that apply, and the figure behind each."""
+"""What live figures say about symptoms: the rows of ``docs/troubleshooting.md`` that apply."""
 
 from __future__ import annotations
 

@@ -13,6 +13,7 @@ import numpy.typing as npt
 from ..block.spec import PAGE, Layout, round_up
 from ..errors import LayoutError
 from . import launch
+from .beside import beside_compute
 from .device import DeviceSlab, slot_bytes, typed_block
 from .order import reorder
 from .region import Addresses, BlockPositions, Region
@@ -69,7 +70,8 @@ def _move(
         return
     else:
         way = _by_torch
-    way(region, positions, slab, slots, payload_offset, tag, into_slots=into_slots)
+    with beside_compute(region.device, slab.device):
+        way(region, positions, slab, slots, payload_offset, tag, into_slots=into_slots)
 
 
 def descriptors(
@@ -107,10 +109,14 @@ def copy_slots(
         size = np.full(len(pairs[0]), nbytes, np.uint64)
         copy_batch(dst.address(pairs[1]) + np.uint64(dst_offset), src.address(pairs[0]) + np.uint64(src_offset), size)
         return
-    for s, d in zip(pairs[0].tolist(), pairs[1].tolist(), strict=True):
-        source = slot_bytes(src, s)[src_offset : src_offset + nbytes]
-        slot_bytes(dst, d)[dst_offset : dst_offset + nbytes].copy_(source)
-    _settle(src.device, dst.device)
+    for here, there in ((src, dst), (dst, src)):
+        if isinstance(here, Slab) and there.device.startswith("cuda"):
+            here.pin_in_background()
+    with beside_compute(src.device, dst.device):
+        for s, d in zip(pairs[0].tolist(), pairs[1].tolist(), strict=True):
+            source = slot_bytes(src, s)[src_offset : src_offset + nbytes]
+            slot_bytes(dst, d)[dst_offset : dst_offset + nbytes].copy_(source, non_blocking=True)
+        _settle(src.device, dst.device)
 
 
 def _by_kernel(
@@ -238,10 +244,10 @@ def _by_torch(
 
 
 def _settle(*devices: str) -> None:
-    """Wait until queued copies have ended: the slot or the tensor may be used by another thread next."""
+    """Wait until queued copies have ended, where no stream of their own does: others may use slot or tensor next."""
     import torch
 
-    for kind in {d.partition(":")[0] for d in devices} - {"cpu"}:
+    for kind in {d.partition(":")[0] for d in devices} - {"cpu", "cuda"}:
         synchronize = getattr(getattr(torch, kind, None), "synchronize", None)
         if synchronize is not None:
             synchronize()

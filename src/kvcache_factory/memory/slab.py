@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from ..block.spec import PAGE
 from ..errors import CapacityError, ClosedError
+from .beside import Pin
 
 _PIECE = 4 << 20  # bytes; touching one holds the address space for a millisecond or two
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; Python's mmap does not name it
@@ -45,6 +46,7 @@ class Slab:
         self.base = int(self._bytes.ctypes.data)
         self._start, self._step = np.uint64(self.base), np.uint64(slot_bytes)
         self._prefault: _Prefault | None = None
+        self._pin: Pin | None = None
 
     def _map(self, size: int) -> mmap.mmap:
         return _map(size)
@@ -75,8 +77,20 @@ class Slab:
         """Share of the slab, 0 to 1, that the background thread has touched."""
         return self._prefault.done / (self.slots * self.slot_bytes) if self._prefault else 0.0
 
+    def pin_in_background(self) -> None:
+        """Start registering the memory with CUDA, so that devices reach it themselves; slots can be used meanwhile."""
+        if self._pin is None and self._bytes is not None:
+            self._pin = Pin(self.base, self.slots, self.slot_bytes)
+
+    @property
+    def pinned(self) -> float:
+        """Share of the slab, 0 to 1, that is registered with CUDA."""
+        return self._pin.pinned / (self.slots * self.slot_bytes) if self._pin else 0.0
+
     def close(self) -> None:
         """Give the memory back; idempotent.  Views that are still held keep it alive until they go."""
+        if self._pin is not None:
+            self._pin.stop()
         if self._prefault is not None:
             self._prefault.stop()
         self._bytes = None
@@ -86,6 +100,9 @@ class Slab:
                 mapping.close()
 
     def __del__(self) -> None:
+        pin = getattr(self, "_pin", None)
+        if pin is not None:
+            pin.stop()
         job = getattr(self, "_prefault", None)
         if job is not None:  # the job holds the mapping itself; it only needs to end early
             job.stopping.set()

@@ -24,6 +24,7 @@ def state_of(config: ManagerConfig, chain: TierChain, ledger: Ledger, sessions: 
         "compression": "none",
         "block_tokens": tokens,
         "tiers": [_tier(chain, number) for number in range(len(chain.tiers))],
+        "remote": chain.remote.state() if chain.remote is not None else None,
         "leases": len(chain.leases),
         "sessions": [session.stats() for session in sessions.book],
         "session_groups": sessions.groups(),

@@ -17,7 +17,9 @@ def check_placement(policy: EvictionPolicy, kinds: Sequence[str]) -> None:
     for member in _members(policy):
         shown = f"{type(member).__name__}(target={member.target!r}, action={member.action!r})"
         if member.action == "compress":
-            raise ConfigError(f"{shown}: this version stores blocks as they are; use evict or a swap")
+            raise ConfigError(
+                f"{shown}: this version stores blocks as they are; use one of evict, swap_to_cpu, swap_to_disk"
+            )
         if _is_level(member.target) and member.target not in kinds:
             raise ConfigError(f"{shown}: there is no such level; the backend has {', '.join(kinds)}")
         reaches = [n for n, kind in enumerate(kinds) if _decides(member, kind) and _below(member, n, kinds) is not None]

@@ -169,7 +169,10 @@ class HeuristicEvictionPolicy(ScoredPolicy):
     def on_request(self, now: float, rows: Rows, hit_len: int, hint: RequestHint) -> None:
         new = rows[hit_len:]
         self._score[new] = self.default
-        if hint.importance is not None:
-            given = np.broadcast_to(np.asarray(hint.importance, np.float64), (hint.first_block + len(rows),))
-            self._score[rows] = given[hint.first_block :]
+        given = np.asarray(self.default if hint.importance is None else hint.importance, np.float64)
+        if hint.importance is not None and not given.ndim:
+            self._score[rows] = given
+        elif given.ndim:  # blocks that it does not reach, at the end of a chain, have the default
+            part = given[hint.first_block : hint.first_block + len(rows)]
+            self._score[rows[: len(part)]] = part
         self._touch(now, rows)

@@ -144,12 +144,26 @@ class SessionBook:
             if session_id not in self._sessions:
                 return np.empty((0, 2), np.uint64)
             keys = self.clear(session_id)
-            session = self._sessions.pop(session_id)
+            session = self._sessions[session_id]
+            self._remove(session)
             session.purged = purge
-            for name in [n for n, g in self._labelled.items() if g in session.groups and not len(g.held)]:
-                if not any(self._labelled[name] in other.groups for other in self._sessions.values()):
-                    del self._labelled[name]
             return keys
+
+    def dismiss(self, session_id: str) -> bool:
+        """Remove a session and leave its blocks to whoever else finds them; False when there is none."""
+        with self._lock:
+            session = self._sessions.get(session_id)
+            if session is not None:
+                self.clear(session_id)
+                session.pinned = False
+                self._remove(session)
+            return session is not None
+
+    def _remove(self, session: Session) -> None:
+        del self._sessions[session.id]
+        for name in [name for name, group in self._labelled.items() if group in session.groups]:
+            if not any(self._labelled[name] in other.groups for other in self._sessions.values()):
+                del self._labelled[name]
 
     def overdue(self) -> list[Session]:
         """Sessions that have been idle for their time to live; the time of the next look is set anew."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Mapping
 from typing import Any, Protocol
 
@@ -14,12 +13,11 @@ from ..engine.ledger import Event
 from ..engine.pinning import pin_tips, unpin
 from ..engine.table import Keys
 from ..errors import ClosedError, UnknownSessionError
+from ..observe.log import LimitedLog
 from .book import Charge, SessionBook
 from .gate import Gate
 from .model import Session, SessionOptions
 from .settings import Size, check_tiers
-
-_log = logging.getLogger("kvcache_factory.session")
 
 
 class Remote(Protocol):
@@ -32,14 +30,14 @@ class Remote(Protocol):
 class Keeper:
     """Sessions of a manager together with the tiers where their blocks are, and with engines in other processes.
 
-    Opening and closing are logged at INFO with the fields ``event``, ``manager``, ``session``, ``held_bytes`` and, at
-    the end, ``freed_bytes``: what is free now, or as soon as running requests let go of it.
+    Opening and closing are logged at INFO, with ``kv_held_bytes`` in all tiers and, at the end, ``kv_freed_bytes``:
+    what is free now, or as soon as running requests let go of it.
     """
 
     def __init__(self, manager: str, book: SessionBook, chain: TierChain) -> None:
         self.book = book
         self.remotes: list[Remote] = []
-        self._manager = manager
+        self._log = LimitedLog(manager)
         self._chain = chain
         self._looking = False
         self._gate: Gate | None = None
@@ -98,7 +96,8 @@ class Keeper:
         for remote in self.remotes:
             remote.call(verb, *plain)
         self._set_alarm()
-        self._say("session_opened", session, f"session {session.id!r} opened", held_bytes=self._bytes_of(session))
+        held = sum(self.measure(session).values()) if len(session.held) else 0
+        self._log.info("session_opened", f"session {session.id!r} opened", session=session.id, held_bytes=held)
         return session
 
     def pin(self, session_id: str, pinned: bool) -> None:
@@ -117,25 +116,30 @@ class Keeper:
         """Forget what a session said, and drop what only it references; returns how many blocks were dropped."""
         keys = self.book.clear(session_id)
         self.hold(self.book.get(session_id))
-        return self._chain.drop_unshared(keys, reason)
+        return self._chain.drop_unshared(keys, reason).blocks
+
+    def dismiss(self, session_id: str) -> bool:
+        """Stop accounting for a session; its blocks stay, charged to nobody.  False when there is none."""
+        session = self.book.find(session_id)
+        known = self.book.dismiss(session_id)
+        if session is not None:
+            self.hold(session)
+        return known
 
     def end(self, session_id: str, purge: bool = False, reason: str = "destroyed") -> None:
         """Remove a session, and drop what only it references; nothing when there is no such session."""
         session = self.book.find(session_id)
         if session is None:
             return
-        keys = self.book.held_by(session)
-        says = _log.isEnabledFor(logging.INFO)
-        held = sum(self._chain_bytes(keys).values()) if says else 0
+        held = sum(self.measure(session).values())
         alone = self.book.destroy(session_id, purge)
         self.hold(session)
-        self._chain.drop_unshared(alone, "session_destroyed", wipe=purge)
+        gone = self._chain.drop_unshared(alone, "session_destroyed", wipe=purge)
+        text = f"session {session_id!r} closed ({reason}): it held {held:,} bytes, {gone.nbytes:,} were freed"
+        fields = {"held_bytes": held, "freed_bytes": gone.nbytes, "freed_blocks": gone.blocks, "reason": reason}
+        self._log.info("session_closed", text, session=session_id, **fields, requests=session.requests, purged=purge)
         for remote in self.remotes:
             remote.call("destroy_session", session_id, purge)
-        if says:
-            freed = held - sum(self._chain_bytes(keys).values())
-            text = f"session {session_id!r} closed ({reason}): held {held} bytes, freed {freed}"
-            self._say("session_closed", session, text, held_bytes=held, freed_bytes=freed, reason=reason)
 
     def expire_if_due(self) -> None:
         """In the engine's path: have overdue sessions destroyed in the background, where there may be any."""
@@ -226,17 +230,9 @@ class Keeper:
         tiers = self._chain.tiers if self._chain.is_open else []
         return {tier.name: int(tier.index.knows(keys).sum()) * tier.block_bytes for tier in tiers}
 
-    def _bytes_of(self, session: Session) -> int:
-        return sum(self.measure(session).values()) if _log.isEnabledFor(logging.INFO) else 0
-
     def _require_open(self) -> None:
         if self._chain.closed:
             raise ClosedError("this manager is closed; make a new one")
-
-    def _say(self, event: str, session: Session, text: str, **fields: Any) -> None:
-        if _log.isEnabledFor(logging.INFO):
-            extra = {"event": event, "manager": self._manager, "session": session.id, **fields}
-            _log.info("manager %r: %s", self._manager, text, extra=extra)
 
     def reset(self) -> None:
         """Every session forgets what it said and references."""

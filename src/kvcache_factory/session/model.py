@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from ..policy.base import RequestHint, ReuseHint
 from .holdings import Group, Quota, References
 from .settings import OnQuota, Size, check_labels, check_on_quota, check_size, check_ttl
 
@@ -56,6 +57,7 @@ class Session:
     def __init__(self, session_id: str, options: SessionOptions, clock: Callable[[], float]) -> None:
         self.id = session_id
         self.data: dict[str, Any] = {}
+        self._reuse_hint: ReuseHint = "unknown"
         self.options = options
         self.labels = options.labels
         self.quota = Quota(options.quota_gb)
@@ -87,6 +89,17 @@ class Session:
 
     def __repr__(self) -> str:
         return f"Session({self.id!r}, requests={self.requests}, reused_tokens={self.reused_tokens})"
+
+    @property
+    def reuse_hint(self) -> ReuseHint:
+        """Whether the session will be back, for policies: ``"unknown"``, ``"returns"``, ``"tool_pending"`` (soon) or
+        ``"ended"``.  Holds for the requests of the session that do not say it themselves; ConfigError for other words.
+        """
+        return self._reuse_hint
+
+    @reuse_hint.setter
+    def reuse_hint(self, said: ReuseHint) -> None:
+        self._reuse_hint = RequestHint(reuse=said).reuse
 
     @property
     def idle_s(self) -> float:

@@ -118,3 +118,7 @@ class SessionVerbs:
         if known:
             self._later.soon(partial(self._keeper.end, session_id, purge))
         return known
+
+    def dismiss_session(self, session_id: str) -> bool:
+        """Stop accounting for a session; its blocks stay, charged to nobody.  False when there is none."""
+        return self._keeper.dismiss(session_id)

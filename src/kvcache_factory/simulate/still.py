@@ -88,7 +88,9 @@ class StillMover(Mover):
     def layout_code(tag: Any) -> int:
         return 0
 
-    def gather(self, tier: Tier, rows: Any, region: Region, positions: BlockPositions) -> None:
+    def gather_into(
+        self, memory: SlotMemory, payload_offset: int, slots: Any, region: Region, positions: BlockPositions
+    ) -> None:
         pass
 
     def scatter(

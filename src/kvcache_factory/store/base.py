@@ -6,8 +6,9 @@ keeps that memory until the call has returned.
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 import msgspec
@@ -203,3 +204,110 @@ class LastingStore(Store):
     @abstractmethod
     def surplus(self) -> Slots:
         """Rows to free so that a process below its fair share of the budget finds room; mostly empty."""
+
+
+class Operation:
+    """A batch on its way outside.  Its memory belongs to it until it has ended, whoever waits for that or not.
+
+    Attributes:
+        blocks: number of blocks of the batch.
+        count: how many leading blocks succeeded; what it says is final once the operation has ended.
+        reason: why the next one did not, in a word: ``absent`` for a miss, a failure's kind otherwise.
+        detail: the same for people.
+    """
+
+    def __init__(self, blocks: int) -> None:
+        self.blocks = blocks
+        self.count = 0
+        self.reason = ""
+        self.detail = ""
+        self._ended = threading.Event()
+        self._lock = threading.Lock()
+        self._then: list[Callable[[], object]] = []
+
+    @property
+    def done(self) -> bool:
+        """Whether it has ended."""
+        return self._ended.is_set()
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait up to *timeout_s* seconds for its end; True when it has ended."""
+        return self._ended.wait(timeout_s)
+
+    def then(self, callback: Callable[[], object]) -> None:
+        """Call *callback* when it has ended, at once if it has; in whatever thread ends it."""
+        with self._lock:
+            if not self._ended.is_set():
+                self._then.append(callback)
+                return
+        callback()
+
+    def end(self, count: int, reason: str = "", detail: str = "") -> None:
+        """Set the outcome, once, and call whoever asked for that."""
+        with self._lock:
+            self.count, self.reason, self.detail = count, reason, detail
+            self._ended.set()
+            waiting, self._then = self._then, []
+        for callback in waiting:
+            callback()
+
+
+class OutsideStore(ABC):
+    """Blocks by name, in a place that other machines share: nobody knows what is there but by asking.
+
+    Every call waits for at most its deadline.  The operation that it returns may not have ended then: until it has,
+    its slots must be left alone.  Nothing raises but :meth:`open`; failures are reasons.
+    """
+
+    @abstractmethod
+    def open(self, spec: BlockSpec, memories: Sequence[SlotMemory], most_abandoned: int) -> None:
+        """Connect; *memories* are all that calls will name.
+
+        At most *most_abandoned* blocks may be held by operations that nobody waits for any more; beyond that, and until
+        some of them end, every call is refused.  Raises StoreError, ConfigError or MissingDependencyError.
+        """
+
+    @abstractmethod
+    def exists(self, names: Sequence[bytes], deadline_s: float) -> Operation:
+        """How many leading *names* are there."""
+
+    @abstractmethod
+    def get(
+        self,
+        names: Sequence[bytes],
+        memory: SlotMemory,
+        slots: Slots,
+        deadline_s: float,
+        headers: tuple[SlotMemory, Slots] | None = None,
+    ) -> Operation:
+        """Fill whole *slots* with the images of *names*; those behind the leading run may hold anything.
+
+        *headers*: host slots for the headers where *memory* is that of a device and holds payloads.
+        """
+
+    @abstractmethod
+    def put(
+        self,
+        names: Sequence[bytes],
+        memory: SlotMemory,
+        slots: Slots,
+        deadline_s: float,
+        headers: tuple[SlotMemory, Slots] | None = None,
+    ) -> Operation:
+        """Store the images in *slots* under *names*, replacing what is there."""
+
+    @abstractmethod
+    def delete(self, names: Sequence[bytes], deadline_s: float) -> Operation:
+        """Remove *names*; what is not there counts as removed."""
+
+    @abstractmethod
+    def takes_device_memory(self, way: str) -> bool:
+        """Whether calls of this *way*, ``"get"`` or ``"put"``, take slots of a device, with headers apart."""
+
+    @abstractmethod
+    def state(self) -> dict[str, str | int | bool]:
+        """Connector, breaker and what is in flight, as plain data."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Disconnect, within a few seconds whatever is on its way; idempotent."""

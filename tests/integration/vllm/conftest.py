@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 from filelock import FileLock
 
+from kvcache_factory.testing import open_cache  # noqa: F401  a fixture
+
 sys.path.insert(0, str(Path(__file__).parent))  # the helpers beside this file are no package
 
 from engines import Once

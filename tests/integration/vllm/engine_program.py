@@ -13,6 +13,8 @@ import time
 from typing import Any
 
 PROMPT_TOKENS = 700
+PATIENT = {"memory_gb": 0.25, "load_decision": "always", "lookup_wait_s": 60, "max_wait_s": 60}
+"""Settings under which a slow machine finds as much as a fast one."""
 
 
 def text_ids(tokenizer: Any, topic: str, tokens: int) -> list[int]:
@@ -52,16 +54,27 @@ class Stage:
                 "kv_role": "kv_both",
                 "kv_load_failure_policy": "recompute",
                 **plan.get("transfer", {}),
-                "kv_connector_extra_config": {"memory_gb": 0.25, "load_decision": "always", **connector},
+                "kv_connector_extra_config": {**PATIENT, **connector},
             }
+        if plan.get("handed_over"):  # a manager of this process, by way of the adapter
+            from kvcache_factory import CacheManager, CPUBackend
+            from kvcache_factory.integration.vllm import VLLMCacheAdapter
+
+            del options["kv_transfer_config"]
+            self.own = CacheManager(backend=CPUBackend(size_gb=0.25))
+            options["kv_connector_extra_config"] = {"namespace": "handed over"}
+            options = VLLMCacheAdapter.engine_args(self.own, **options)
         self.llm = LLM(**options)
         self.tokenizer = None if options.get("skip_tokenizer_init") else self.llm.get_tokenizer()
 
-    def ask(self, prompts: list[list[int]], tokens: int = 16, salt: str | None = None, **params: Any) -> dict[str, Any]:
-        """Greedy answers to token-id prompts, with how many tokens each found in a cache."""
-        listed = [{"prompt_token_ids": ids, **({"cache_salt": salt} if salt else {})} for ids in prompts]
+    def ask(
+        self, prompts: list[Any], tokens: int = 16, salt: str | None = None, lora: Any = None, **params: Any
+    ) -> dict[str, Any]:
+        """Greedy answers to prompts of token ids or embeddings, with how many tokens each found in a cache."""
+        extra = {"cache_salt": salt} if salt else {}
+        listed = [{"prompt_token_ids" if isinstance(p, list) else "prompt_embeds": p, **extra} for p in prompts]
         sampling = self.sampling(temperature=0, max_tokens=tokens, ignore_eos=True, **params)
-        outputs = self.llm.generate(listed, sampling, use_tqdm=False)
+        outputs = self.llm.generate(listed, sampling, use_tqdm=False, lora_request=lora)
         return {
             "ids": [list(output.outputs[0].token_ids) for output in outputs],
             "cached": [output.num_cached_tokens for output in outputs],
@@ -79,6 +92,10 @@ class Stage:
         if self.tokenizer is None:
             return [(7 * i * i + 11 * i + len(topic)) % 100 + 10 for i in range(tokens)]
         return text_ids(self.tokenizer, topic, tokens)
+
+    def counted(self, name: str) -> int:
+        """A counter of vLLM's own metrics."""
+        return int(sum(metric.value for metric in self.llm.get_metrics() if metric.name == name))
 
     @property
     def connector(self) -> Any:
@@ -135,6 +152,35 @@ def salted(stage: Stage) -> dict[str, Any]:
     second = stage.ask([prompt], salt="a tenant")
     stage.forget()
     return {"first": first, "second": second, "other": stage.ask([prompt], salt="another tenant")}
+
+
+def adapters(stage: Stage) -> dict[str, Any]:
+    """Three names of two adapters: the first and the last are files of the same content."""
+    from vllm.lora.request import LoRARequest
+
+    prompt = stage.ids("import", 300)
+    named = {name: LoRARequest(name, n + 1, path) for n, (name, path) in enumerate(stage.plan["adapters"].items())}
+    found: dict[str, Any] = {}
+    for step, name in (("plain", None), ("one", "one"), ("one again", "one"), ("two", "two"), ("copy", "copy")):
+        stage.forget()
+        found[step] = stage.ask([prompt], lora=named.get(name))
+    for step, name in (("expected plain", None), ("expected one", "one"), ("expected two", "two")):
+        found[step] = stage.fresh([prompt], lora=named.get(name))
+    return found
+
+
+def embeddings(stage: Stage) -> dict[str, Any]:
+    """A prompt of embeddings, those of known tokens, twice; and then as tokens."""
+    from safetensors.torch import load_file
+
+    ids = stage.ids("while", 200)
+    table = load_file(f"{stage.plan['model']}/model.safetensors")["model.embed_tokens.weight"]
+    runs = []
+    for _ in range(2):
+        stage.forget()
+        runs.append(stage.ask([table[ids]]))
+    stage.forget()
+    return {"runs": runs, "tokens": stage.ask([ids])}
 
 
 def not_reading(stage: Stage) -> dict[str, Any]:
@@ -228,28 +274,62 @@ def slot_changes_under_a_load(stage: Stage) -> dict[str, Any]:
 
 
 def crowd(stage: Stage) -> dict[str, Any]:
-    """More requests than both pools can hold: preempted by vLLM, evicted by us."""
+    """32 requests at once, more than both pools can hold: preempted by vLLM, evicted by us."""
     topics = ["assert", "for", "with", "try", "class", "while", "import", "if"]
-    prompts = [stage.ids(topic, 200 + 16 * number) for number, topic in enumerate(topics)]
-    prompts = [ids + stage.ids(topics[round_], 20) for round_ in range(stage.plan.get("rounds", 2)) for ids in prompts]
-    expected = [stage.fresh([ids], tokens=80)[0] for ids in prompts]
-    runs = [stage.ask(prompts, tokens=80)["ids"] for _ in range(2)]
-    preempted = [m.value for m in stage.llm.get_metrics() if m.name == "vllm:num_preemptions"]
+    starts = [stage.ids(topic, 40 + 8 * number) for number, topic in enumerate(topics)]
+    prompts = [start + stage.ids(topics[turn], 24) for turn in range(4) for start in starts]
+    calm = stage.plan["calm"]  # as many at once as the pool can hold
+    expected = [ids for at in range(0, 32, calm) for ids in stage.fresh(prompts[at : at + calm], tokens=40)]
+    before = stage.counted("vllm:num_preemptions")
+    core, most = stage.llm.llm_engine.engine_core.engine_core, 0
+    real = core.scheduler.schedule
+
+    def schedule(*args: Any) -> Any:
+        nonlocal most
+        output = real(*args)
+        most = max(most, len(core.scheduler.running))
+        return output
+
+    core.scheduler.schedule = schedule
+    runs = [stage.ask(prompts, tokens=40) for _ in range(2)]
+    core.scheduler.schedule = real
     evicted = sum(row["blocks"] for row in stage.manager.state()["events"] if row["event"] == "evicted")
-    return {"expected": expected, "runs": runs, "preempted": preempted[0], "evicted": evicted}
+    preempted = stage.counted("vllm:num_preemptions") - before
+    return {"expected": expected, "runs": runs, "preempted": preempted, "evicted": evicted, "most": most}
 
 
-def save_until_killed(stage: Stage) -> dict[str, Any]:
-    for number in range(10_000):
-        prompt = [1000 + number, *stage.ids("class", 600)]
-        stage.ask([prompt], tokens=2)
-        print("SAVED", number, flush=True)
+def killed_while_writing(stage: Stage) -> dict[str, Any]:
+    """One prompt reaches the disk; of the next, a segment's slots are half written when the process says so."""
+    from kvcache_factory.store.disk.segment import Segment
+
+    stage.ask([stage.ids("class", 600)])
+    stage.manager.wait(60)
+    real = Segment.move
+
+    def move(segment: Any, slots: Any, views: Any, *, write: bool, **how: Any) -> int:
+        if not write:
+            return real(segment, slots, views, write=write, **how)
+        for view in views:
+            view[len(view) // 2 :] = bytes(
+                len(view) - len(view) // 2
+            )  # the second half of each image has not reached the disk
+        real(segment, slots, views, write=write, **how)
+        print("WRITING", flush=True)
+        time.sleep(600)
+        raise AssertionError("nobody has killed this process")
+
+    Segment.move = move
+    stage.ask([stage.ids("with", 600)])
+    stage.manager.wait(600)
     return {}
 
 
 def after_a_kill(stage: Stage) -> dict[str, Any]:
-    prompt = [1000, *stage.ids("class", 600)]
-    return {"answer": stage.ask([prompt]), "expected": stage.fresh([prompt])}
+    found = {}
+    for name, topic in (("written", "class"), ("half written", "with")):
+        prompt = stage.ids(topic, 600)
+        found[name] = {"answer": stage.ask([prompt]), "expected": stage.fresh([prompt])}
+    return found
 
 
 def events(stage: Stage) -> dict[str, Any]:
@@ -286,6 +366,13 @@ def figures(stage: Stage) -> dict[str, Any]:
     return {"metrics": metrics, "check": stage.manager.check(), "leases": stage.manager.state()["leases"]}
 
 
+def handed_over(stage: Stage) -> dict[str, Any]:
+    """What the engine got by way of the adapter."""
+    side = stage.connector.scheduler
+    policy = stage.llm.llm_engine.vllm_config.kv_transfer_config.kv_load_failure_policy
+    return {"same": side.owner.manager is stage.own, "namespace": side.settings.namespace, "policy": policy}
+
+
 def settle(stage: Stage) -> dict[str, Any]:
     """Let what was saved reach the disk before the process ends."""
     if os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0":
@@ -299,8 +386,8 @@ SCENES = {
     scene.__name__: scene
     for scene in (
         reuse, answer_once, wait_for_a_line, next_turn, shared_prefixes, salted, not_reading, prompt_logprobs, aborted,
-        weights_changed, events, load_fails, slot_changes_under_a_load, crowd, save_until_killed, after_a_kill, figures,
-        settle,
+        weights_changed, adapters, embeddings, events, load_fails, slot_changes_under_a_load, crowd, handed_over,
+        killed_while_writing, after_a_kill, figures, settle,
     )
 }  # fmt: skip
 

@@ -38,7 +38,12 @@ def run(program: Path, *arguments: str, processes: bool, **variables: str) -> st
     return done.stdout
 
 
-@pytest.fixture(params=[False, True], ids=["one process", "child processes"])
+@pytest.fixture(
+    params=[
+        pytest.param(False, id="one process"),
+        pytest.param(True, id="child processes", marks=pytest.mark.soak),  # the documented example has children, too
+    ]
+)
 def found(request: pytest.FixtureRequest, once: Once) -> dict[str, Any]:
     """The findings of the program, with the engine in the same process and with vLLM's default."""
     program = Path(__file__).with_name("attach_program.py")

@@ -106,34 +106,70 @@ def test_the_books_are_in_order_and_vllm_shows_them(played: dict[str, Any]) -> N
     assert scene["metrics"]["vllm:kvcache_factory_loads_failed"] == 1
 
 
-@pytest.mark.parametrize("block_size", [32, 128])
-def test_other_block_sizes(block_size: int) -> None:
+@pytest.fixture(params=[pytest.param(32, marks=pytest.mark.soak), 128])
+def other(request: pytest.FixtureRequest, once: Once) -> dict[str, Any]:
+    """Other engine blocks; the manager is one of this process, put there by ``engine_args``, and events are on."""
+
+    def act() -> Any:
+        scenes = ("events", "reuse", "next_turn", "shared_prefixes", "handed_over", "figures")
+        config = {"enable_kv_cache_events": True, "publisher": "null"}
+        return play(*scenes, block_size=request.param, kv_events_config=config, more={"handed_over": True})
+
+    result: dict[str, Any] = {**once(f"engine-{request.param}", act), "block_size": request.param}
+    return result
+
+
+def test_other_block_sizes(other: dict[str, Any]) -> None:
     """Storage blocks of 64 and 128 tokens, of two engine blocks and of one; local hits may end between them."""
-    played = play("reuse", "next_turn", "shared_prefixes", "figures", block_size=block_size)
     for name in ("reuse", "next_turn", "shared_prefixes"):
-        assert played[name]["expected"] == played[name]["warm"]["ids"]
-    step = max(block_size, 64)
-    assert played["reuse"]["warm"]["cached"] == [699 // step * step]
-    assert (played["figures"]["check"], played["figures"]["leases"]) == ([], 0)
+        assert other[name]["expected"] == other[name]["warm"]["ids"]
+    step = max(other["block_size"], 64)
+    assert other["reuse"]["warm"]["cached"] == [699 // step * step]
+    assert (other["figures"]["check"], other["figures"]["leases"]) == ([], 0)
 
 
-def test_more_requests_than_either_pool_can_hold() -> None:
-    """vLLM preempts and we evict, and every answer is as expected."""
+def test_engine_args_put_a_manager_of_this_process_behind_the_engine(other: dict[str, Any]) -> None:
+    """It is the very manager, a failed load is computed, and other settings reach the connector."""
+    assert other["handed_over"] == {"same": True, "namespace": "handed over", "policy": "recompute"}
+
+
+def test_kv_events_say_what_the_host_holds(other: dict[str, Any]) -> None:
+    """Blocks are announced under vLLM's own hashes when they are stored, and when they have left."""
+    scene, parts = other["events"], max(64 // other["block_size"], 1)
+    whole = len(scene["gpu"]) // parts * parts  # vLLM also announces the first half of a storage block
+    assert len(scene["stored"]) == whole == 256 // other["block_size"]
+    assert set(scene["stored"]) <= set(scene["gpu"])
+    assert scene["removed"] == scene["stored"]
+
+
+def test_32_requests_at_once_with_eviction_and_preemption() -> None:
+    """Together they need more than either pool has: vLLM preempts, we evict, and every answer is as expected."""
     played = play(
         "crowd",
         "figures",
-        connector={"memory_gb": 0.06},
-        num_gpu_blocks_override=24,
-        max_model_len=1024,
-        max_num_seqs=8,
+        connector={"memory_gb": 0.06, "block_tokens": 32},
+        block_size=32,
+        num_gpu_blocks_override=118,
+        max_model_len=256,
+        max_num_seqs=32,
+        more={"calm": 16},
     )
     scene = played["crowd"]
+    assert scene["most"] == 32
     assert all(run == scene["expected"] for run in scene["runs"])
     assert scene["preempted"] > 0
     assert scene["evicted"] > 0
     assert (played["figures"]["check"], played["figures"]["leases"]) == ([], 0)
 
 
+def test_bfloat16_answers_like_vllms_own_prefix_cache() -> None:
+    """Rounding depends on how a prefill is cut, so the yardstick is a hit in the engine's own memory: identical."""
+    scene = play("reuse", dtype="bfloat16")["reuse"]
+    assert scene["warm"]["cached"] == scene["local"]["cached"] == [640]
+    assert scene["warm"]["ids"] == scene["local"]["ids"]
+
+
+@pytest.mark.soak
 def test_drafts_that_were_rejected_are_not_saved() -> None:
     """With n-gram speculation the next turn loads generated tokens, and answers are as expected."""
     draft = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}
@@ -144,17 +180,9 @@ def test_drafts_that_were_rejected_are_not_saved() -> None:
     assert (played["figures"]["check"], played["figures"]["leases"]) == ([], 0)
 
 
+@pytest.mark.soak
 def test_fp8_keys_and_values() -> None:
     """Blocks of one byte an element come back as they were."""
     played = play("reuse", "figures", kv_cache_dtype="fp8_e4m3")
     assert played["reuse"]["warm"]["cached"] == [640]
     assert played["reuse"]["warm"]["ids"] == played["reuse"]["local"]["ids"]
-
-
-def test_kv_events_say_what_the_host_holds() -> None:
-    """Blocks are announced under vLLM's own hashes when they are stored, and when they have left."""
-    config = {"enable_kv_cache_events": True, "publisher": "null"}
-    scene = play("events", kv_events_config=config)["events"]
-    assert scene["stored"] == scene["gpu"]
-    assert len(scene["stored"]) == 4
-    assert scene["removed"] == scene["stored"]

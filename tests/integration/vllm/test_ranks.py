@@ -21,6 +21,7 @@ transformers.LlamaForCausalLM(config).save_pretrained(sys.argv[1])
 """
 
 
+@pytest.mark.soak
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="vLLM binds each rank to a core of its own")
 def test_what_two_ranks_saved_is_loaded_by_two_and_by_one(tmp_path: Path) -> None:
     """The number of ranks belongs to neither the key nor the bytes of a block."""

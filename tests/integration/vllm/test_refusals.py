@@ -35,6 +35,7 @@ def test_a_mix_of_full_attention_and_windows(tmp_path: Path) -> None:
     assert "restored exactly" in said
 
 
+@pytest.mark.soak
 def test_windows_in_every_layer(tmp_path: Path) -> None:
     """Mistral's first model: what has slid out of the window is not kept."""
     model = tiny(tmp_path, "Mistral", num_hidden_layers=2, sliding_window=128)
@@ -43,6 +44,7 @@ def test_windows_in_every_layer(tmp_path: Path) -> None:
     assert "window" in said
 
 
+@pytest.mark.soak
 def test_a_model_without_a_fingerprint(tmp_path: Path) -> None:
     """Dummy weights have no content to fingerprint: the model needs a name."""
     model = tiny(tmp_path, "Llama", num_hidden_layers=2)
@@ -51,6 +53,7 @@ def test_a_model_without_a_fingerprint(tmp_path: Path) -> None:
     assert "model_id" in said
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("connector", "word"),
     [({"memroy_gb": 1}, "memroy_gb"), ({"block_tokens": 96}, "block_tokens=96"), ({"memory_gb": 0.00001}, "GiB")],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import stat
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from kvcache_factory.config import ManagerConfig
 from kvcache_factory.errors import ConfigError
 from kvcache_factory.integration.vllm.control import Client, Door, Server
 from kvcache_factory.integration.vllm.conversation import Talk, continued
+from kvcache_factory.integration.vllm.requests import reuse_hint_of
 from kvcache_factory.integration.vllm.settings import Settings, read_settings
 
 
@@ -111,3 +113,12 @@ def test_what_goes_in_front_of_a_prompt(history: Any, prompt: Any, expected: Any
     talk = Talk([1, 2], "said")
     assert continued(talk, prompt, history, lambda text: [ord(text[0])]) == expected
     assert continued(Talk(), prompt, history, lambda text: [ord(text[0])]) == prompt
+
+
+@pytest.mark.parametrize(
+    ("said", "meant"),
+    [(None, "unknown"), ({}, "unknown"), ({"reuse_hint": "ended"}, "ended"), ({"reuse_hint": ["?"]}, "unknown")],
+)
+def test_a_request_says_whether_its_session_returns(said: Any, meant: str) -> None:
+    """For policies; a word that is none says nothing, for an engine's request is no place to fail."""
+    assert reuse_hint_of(SimpleNamespace(kv_transfer_params=said)) == meant

@@ -143,7 +143,8 @@ class TransformersCacheAdapter(CacheAdapter):
 
         Pass the whole conversation each time, earlier answers as they were given.  The session keeps the token ids, so
         that every full block of earlier turns is found again; edits and restarts are noticed.  *options* go to
-        ``generate`` (``max_new_tokens``, ``streamer``, ...); ``template`` holds arguments of the chat template.  After
+        ``generate`` (``max_new_tokens``, ``streamer``, ...); ``template`` holds arguments of the chat template, and
+        ``reuse_hint`` says whether the session will be back (by default what the session says, else "returns").  After
         :meth:`detach` the conversation goes on without the cache.
 
         Raises ConfigError without a tokenizer, with no messages, or with messages that the template cannot write, and
@@ -153,12 +154,13 @@ class TransformersCacheAdapter(CacheAdapter):
             raise ConfigError("chat needs the tokenizer: attach(model, manager, tokenizer=tokenizer)")
         if not isinstance(messages, Sequence) or not messages:
             raise ConfigError("chat needs at least one message, such as {'role': 'user', 'content': 'Hello'}")
-        template = options.pop("template", {})
+        template, said = options.pop("template", {}), options.pop("reuse_hint", None)
         with self.manager.use_session(session if isinstance(session, str) else session.id) as current:
             talk: Conversation = current.data.setdefault(_CONVERSATION, Conversation())
             with talk.lock:
                 text, prompt = talk.prompt(self.tokenizer, messages, **template)
-                output, request = self._answer(prompt, talk, options)
+                known = current.reuse_hint if current.reuse_hint != "unknown" else "returns"
+                output, request = self._answer(prompt, talk, options, said if said is not None else known)
                 sequence = (output if isinstance(output, torch.Tensor) else output.sequences)[0]
                 answer_ids = [int(token) for token in sequence[len(prompt) :]]
                 answer = str(self.tokenizer.decode(answer_ids, skip_special_tokens=True))
@@ -167,7 +169,9 @@ class TransformersCacheAdapter(CacheAdapter):
 
     # -- one request --------------------------------------------------------------------------------------------------
 
-    def _answer(self, prompt: list[int], talk: Conversation, options: dict[str, Any]) -> tuple[Any, Request | None]:
+    def _answer(
+        self, prompt: list[int], talk: Conversation, options: dict[str, Any], reuse_hint: str
+    ) -> tuple[Any, Request | None]:
         ids = torch.tensor([prompt], dtype=torch.long, device=base_model(self.model).device)
         arguments = {"input_ids": ids, "attention_mask": torch.ones_like(ids), **options}
         original = plain_generate(self.model)
@@ -175,7 +179,7 @@ class TransformersCacheAdapter(CacheAdapter):
             return original(**arguments), None
         if talk.chain is None or talk.chain.identity != self._space.identity:
             talk.chain = self._space.chain()
-        return self._run(original, (), arguments, chain=talk.chain, reuse_hint="returns")
+        return self._run(original, (), arguments, chain=talk.chain, reuse_hint=reuse_hint)
 
     def _generate(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self._run(original, args, kwargs)[0]
@@ -196,7 +200,9 @@ class TransformersCacheAdapter(CacheAdapter):
                 sequences = output if isinstance(output, torch.Tensor) else output.sequences
                 generated = max(int(sequences.shape[1]) - request.call.ids.shape[1], 0)
                 if self._still_current(request):
-                    self._count(saved_blocks=request.save(sequences.detach().cpu().numpy(), generated))
+                    attentions = getattr(output, "attentions", None)
+                    saved = request.save(sequences.detach().cpu().numpy(), generated, attentions)
+                    self._count(saved_blocks=saved)
             return output, request
         finally:
             with self._guard("releasing"):

@@ -12,6 +12,8 @@ import torch
 from ...block.key import KeyChain
 from ...block.plan import Match
 from ...memory.region import SequenceRegion
+from ...policy.importance import attention
+from .attention import attention_mass
 from .calls import Call
 from .layout import fill, new_cache
 
@@ -73,8 +75,11 @@ class Request:
             if any(wanted > row.pad for row in self.rows):
                 self._load(wanted)
 
-    def save(self, sequences: npt.NDArray[np.int64], output_tokens: int = 0) -> int:
-        """Store what the cache holds of *sequences* [batch × expand, length]; returns how many blocks were new."""
+    def save(self, sequences: npt.NDArray[np.int64], output_tokens: int = 0, attentions: Any = None) -> int:
+        """Store what the cache holds of *sequences* [batch × expand, length]; returns how many blocks were new.
+
+        *attentions*, where the caller of ``generate`` asked for them, say how important the blocks are.
+        """
         layers = self.cache.layers
         length = int(layers[0].keys.shape[2])
         if length < self.space.block_tokens:
@@ -94,8 +99,15 @@ class Request:
                     first=row.stored,
                     reuse_hint=self.reuse_hint,
                     output_tokens=output_tokens,
+                    importance=self._importance(attentions, i, row.pad),
                 )
         return saved
+
+    def _importance(self, attentions: Any, i: int, pad: int) -> Any:
+        if not attentions or self.call.beams:  # beams change places from step to step
+            return None
+        mass = attention_mass(attentions, i)
+        return None if mass is None else attention(mass[pad:], self.space.block_tokens)
 
     def close(self, output_tokens: int = 0) -> None:
         """Give every lease back; idempotent."""

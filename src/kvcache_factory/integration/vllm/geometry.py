@@ -14,6 +14,9 @@ from ...memory.packed import PackedRegion
 if TYPE_CHECKING:
     import torch
 
+VERIFIED_ISAS = ("vec", "vec16")
+"""vLLM's CPU kernels whose packing was compared with ours, bit for bit; 'vec16' serves heads of 80 or 112."""
+
 
 class Geometry(msgspec.Struct, frozen=True):
     """What both sides derive from one configuration.
@@ -139,10 +142,11 @@ def _packing(vllm_config: Any, cache: Any, engine_tokens: int) -> Layout:
     cache_dtype = vllm_config.cache_config.cache_dtype
     isa = _get_attn_isa(vllm_config.model_config.dtype, engine_tokens, int(cache.head_size), cache_dtype)
     tag = Layout.vllm_cpu(engine_tokens)
-    if isa != "vec" or tag is None:
+    if isa not in VERIFIED_ISAS or tag is None:
         raise LayoutError(
             f"vLLM's CPU kernels pack KV for {isa!r} in blocks of {engine_tokens} tokens here, an order that has no "
-            "name yet; only 'vec' with blocks of 32, 64, 128 or 256 tokens has"
+            f"name yet; only that of {' and '.join(map(repr, VERIFIED_ISAS))} in blocks of 32, 64, 128 or 256 tokens "
+            "has (for 'amx', --dtype float32 gives 'vec')"
         )
     return tag
 

@@ -11,9 +11,11 @@ COUNTERS = {
     "blocks_saved": "Storage blocks that were stored.",
     "loads_failed": "Requests whose blocks could not be loaded and were computed instead.",
     "prefetches_late": "Requests that stopped waiting for slower tiers.",
+    "lookups_late": "Requests that stopped waiting to learn what other processes have stored.",
     "requests_not_cacheable": "Requests with embeddings or streamed input, which are not cached.",
     "errors": "Failures of the connector itself, which were answered without the cache.",
     "preemptions": "Requests that lost their blocks to others and look them up again.",
+    "sessions_let_go": "Sessions that are not accounted any more, because too many others were named since.",
     "loads_declined": "Requests whose blocks were computed because that is faster.",
 }
 """Names and meanings."""

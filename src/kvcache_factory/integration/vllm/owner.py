@@ -7,6 +7,7 @@ import itertools
 import os
 import threading
 import weakref
+from collections import OrderedDict
 from typing import Any
 
 import msgspec
@@ -21,7 +22,7 @@ _HANDED_OVER: weakref.WeakValueDictionary[int, CacheManager] = weakref.WeakValue
 _LOCK = threading.Lock()
 
 MAX_SESSIONS = 4096
-"""Sessions that requests may bring up by naming them; the blocks of more are kept, but nobody's."""
+"""Sessions that requests bring up by naming them; of more, the one whose last request is oldest is let go."""
 
 
 class Owner:
@@ -31,14 +32,25 @@ class Owner:
         self.manager = manager
         self.made_from = made_from
         self._owned = owned
+        self._sessions: OrderedDict[str, None] = OrderedDict()
 
-    def know(self, session_id: str) -> None:
+    def know(self, session_id: str) -> int:
         """Account the blocks of this session, which the process that made it may have elsewhere.
 
-        Sessions of a manager that was handed over are its owner's to make.
+        Returns how many others are let go for it: their blocks stay, charged to nobody.  Sessions of a manager that was
+        handed over are its owner's to make.
         """
-        if self._owned and not self.manager.has_session(session_id) and self.manager.num_sessions < MAX_SESSIONS:
+        if not self._owned:
+            return 0
+        if not self.manager.has_session(session_id):
             self.create(session_id, {})
+        self._sessions[session_id] = None
+        self._sessions.move_to_end(session_id)
+        let_go = 0
+        while len(self._sessions) > MAX_SESSIONS:
+            oldest, _ = self._sessions.popitem(last=False)
+            let_go += self.manager.dismiss_session(oldest)
+        return let_go
 
     def create(self, session_id: str, options: dict[str, Any]) -> bool:
         """A session that the process which attached has made, under the same rules; False when it is here already."""
@@ -56,6 +68,7 @@ class Owner:
 
     def forget(self, session_id: str, purge: bool = False) -> bool:
         """End a session that :meth:`know` made."""
+        self._sessions.pop(session_id, None)
         return self.manager.destroy_session(session_id, purge)
 
     def close(self) -> None:

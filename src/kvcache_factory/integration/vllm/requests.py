@@ -9,6 +9,7 @@ from ...block.key import KeyChain, MediaSpan
 from ...block.plan import Match
 from ...engine.io import Ticket
 from ...keyspace import KeySpace
+from ...policy.base import REUSE_HINTS, ReuseHint
 
 
 class TrackedRequest:
@@ -22,6 +23,7 @@ class TrackedRequest:
         self.id: str = request.request_id
         self.space = space
         self.session: str | None = session_of(request)
+        self.reuse_hint: ReuseHint = reuse_hint_of(request)
         self.chain: KeyChain = space.chain(media=media_spans(request))
         self.match: Match | None = None
         self.local_tokens = 0
@@ -78,6 +80,12 @@ def session_of(request: Any) -> str | None:
         return str(request.session_id)
     named = (request.kv_transfer_params or {}).get("session_id")
     return str(named) if named else None
+
+
+def reuse_hint_of(request: Any) -> ReuseHint:
+    """What a request says about its session's return; a word that is none says nothing."""
+    said = (request.kv_transfer_params or {}).get("reuse_hint")
+    return said if said in REUSE_HINTS else "unknown"
 
 
 def media_spans(request: Any) -> list[MediaSpan]:

@@ -12,6 +12,7 @@ import numpy as np
 
 from ...block.plan import SavePlan
 from ...engine.io import Ticket
+from ...jit import warm_up_in_background
 from ..base import RateLimitedLog
 from .decision import LoadDecision
 from .events import EventLog
@@ -26,6 +27,9 @@ from .settings import Settings
 
 NULL_BLOCK = 0
 """The engine's block that nothing reads: where a loaded block overlaps what the engine has computed itself."""
+
+WARM_UP_S = 10.0
+"""The engine starts at most this much later, so that its first requests do not compete with a compiler."""
 
 
 class SchedulerSide:
@@ -44,6 +48,7 @@ class SchedulerSide:
         scales = vllm_config.cache_config.cache_dtype if self.geometry.spec.dtype.itemsize == 1 else ""
         self.spaces = Spaces(self.owner.manager, self.geometry, settings, model, str(scales))
         self.spaces.plain  # noqa: B018  opens the manager: what cannot work must fail here
+        warm_up_in_background().join(WARM_UP_S)
         self.place = announce(self.owner.manager)
         self.stats = ConnectorStats()
         self._log = RateLimitedLog()
@@ -80,7 +85,7 @@ class SchedulerSide:
         with self._guard("reading a request"):
             tracked = TrackedRequest(request, self.spaces.of(request))
             if tracked.session is not None:
-                self.owner.know(tracked.session)
+                self.stats.count(sessions_let_go=self.owner.know(tracked.session))
             tracked.grow()
             self._requests[tracked.id] = tracked
             if self._may_load(tracked):
@@ -119,7 +124,10 @@ class SchedulerSide:
         return bool(self.loads and not skips and not self.decision.never)
 
     def _prefetch(self, tracked: TrackedRequest) -> None:
-        """Begin to bring what slower tiers hold, if there is more than at the last look and it pays."""
+        """Begin to bring what slower tiers hold, if more of it is known than at the last look and it pays.
+
+        The one place where that begins: when the request comes, and when other processes' blocks have become known.
+        """
         known = tracked.space.peek(tracked.chain)
         if known <= tracked.looked_at:
             return
@@ -143,22 +151,23 @@ class SchedulerSide:
         if tracked.waiting_since is None:
             tracked.waiting_since = time.monotonic()
         if tracked.refresh is not None:
-            if self._still_waiting(tracked, tracked.refresh):
+            if self._still_waiting(tracked, tracked.refresh, self.settings.lookup_wait_s):
                 return True
+            self.stats.count(lookups_late=int(not tracked.refresh.done))
             tracked.refresh = None
         if tracked.prefetch is None:
             self._prefetch(tracked)
         if tracked.prefetch is not None:
-            if self._still_waiting(tracked, tracked.prefetch):
+            if self._still_waiting(tracked, tracked.prefetch, self.settings.max_wait_s):
                 return True
             self.stats.count(prefetches_late=int(not tracked.prefetch.done))
             self._arrived(tracked)
         tracked.waiting_since = None
         return False
 
-    def _still_waiting(self, tracked: TrackedRequest, ticket: Ticket) -> bool:
+    def _still_waiting(self, tracked: TrackedRequest, ticket: Ticket, bound_s: float) -> bool:
         assert tracked.waiting_since is not None
-        left = tracked.waiting_since + self.settings.max_wait_s - time.monotonic()
+        left = tracked.waiting_since + bound_s - time.monotonic()
         # With other requests at work the engine has better to do than to wait; without, asking would only burn a core.
         done = ticket.wait(max(min(self.settings.ask_again_s, left), 0)) if self._idle else ticket.done
         return not done and left > 0
@@ -179,7 +188,8 @@ class SchedulerSide:
             wanted = limit // tracked.space.block_tokens
             if known.blocks >= min(wanted, tracked.space.peek(tracked.chain)):
                 return
-        tracked.match = tracked.space.match(tracked.chain, tracked.id, max_tokens=limit, session=tracked.session)
+        said: dict[str, Any] = {"session": tracked.session, "reuse_hint": tracked.reuse_hint}
+        tracked.match = tracked.space.match(tracked.chain, tracked.id, max_tokens=limit, **said)
         tracked.space.serve(tracked.match, tracked.ready_blocks, declined=tracked.declined)
 
     # -- a request is scheduled ---------------------------------------------------------------------------------------
@@ -266,11 +276,12 @@ class SchedulerSide:
         self._next_plan += 1
 
     def _reserve(self, tracked: TrackedRequest, first: int, end: int) -> SavePlan | None:
-        space, tag, session = tracked.space, self.geometry.tag, tracked.session
-        plan = space.plan_save(tracked.chain, first=first, count=end - first, tag=tag, session=session)
+        space, tag = tracked.space, self.geometry.tag
+        said: dict[str, Any] = {"session": tracked.session, "reuse_hint": tracked.reuse_hint}
+        plan = space.plan_save(tracked.chain, first=first, count=end - first, tag=tag, **said)
         if plan is None and first and space.peek(tracked.chain) < first:
             # What these blocks build on has left; the engine still has it.
-            plan = space.plan_save(tracked.chain, first=0, count=end, tag=tag, session=session)
+            plan = space.plan_save(tracked.chain, first=0, count=end, tag=tag, **said)
         return plan
 
     # -- a step has ended ---------------------------------------------------------------------------------------------
@@ -291,7 +302,10 @@ class SchedulerSide:
                 continue
             tracked = self._requests.get(request_id)
             space = tracked.space if tracked is not None else self.spaces.plain
-            space.finish_save(plan, filled)
+            said: dict[str, Any] = {}
+            if tracked is not None:
+                said = {"session": tracked.session, "reuse_hint": tracked.reuse_hint}
+            space.finish_save(plan, filled, **said)
             if self.events is not None:
                 self.events.ended(number, filled)
             if tracked is not None and filled < len(plan.rows):

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from ...backend import Backend, CPUBackend, DiskBackend, GPUBackend, HierarchicalBackend, levels_of
+from ...backend import Backend, CPUBackend, DiskBackend, GPUBackend, HierarchicalBackend, Level, levels_of
 from ...config import ManagerConfig, PolicyConfig
 from ...errors import ConfigError
 
@@ -39,6 +39,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """Load when it is faster than computing, always, or never."""
     max_wait_s: float = 2.0
     """Longest time that a request waits for blocks from slower tiers."""
+    lookup_wait_s: float = 0.05
+    """Longest time that a request waits to learn what other processes have stored."""
     ask_again_s: float = 0.05
     """Longest time in one go that an engine without other work waits for them."""
     eviction_policy: PolicyConfig = PolicyConfig()
@@ -61,7 +63,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """Do nothing until that process names a manager."""
 
     def __post_init__(self) -> None:
-        for name in ("memory_gb", "disk_gb", "max_wait_s", "ask_again_s"):
+        for name in ("memory_gb", "disk_gb", "max_wait_s", "lookup_wait_s", "ask_again_s"):
             if not getattr(self, name) >= 0:
                 raise ConfigError(f"{name}={getattr(self, name)!r}: give a number that is not negative")
         if self.block_tokens < 0:
@@ -71,7 +73,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         """The manager to make; *shared*: its memory must be reachable from other processes."""
         if self.manager is not None:
             return msgspec.structs.replace(self.manager, backend=_reachable(self.manager.backend, shared))
-        levels: list[CPUBackend | GPUBackend | DiskBackend] = [CPUBackend(size_gb=self.memory_gb, shared=shared)]
+        levels: list[Level] = [CPUBackend(size_gb=self.memory_gb, shared=shared)]
         if self.disk_path:
             segment = max(min(256, int(self.disk_gb * 1024) // 4), 1)
             levels.append(DiskBackend(self.disk_path, size_gb=self.disk_gb, segment_mb=segment))

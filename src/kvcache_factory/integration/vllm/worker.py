@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ...errors import LayoutError
+from ...jit import warm_up_in_background
 from ...memory.move import AnySlab, gather, scatter
 from ...memory.packed import PackedRegion
 from ..base import RateLimitedLog
@@ -34,6 +35,7 @@ class WorkerSide:
         self._failed_blocks: set[int] = set()
         self._unsaved: StepPlan | None = None
         self._log = RateLimitedLog()
+        warm_up_in_background()  # a worker of its own process has no manager that would
 
     def register(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Take the engine's KV tensors; LayoutError when blocks in them cannot be restored exactly."""

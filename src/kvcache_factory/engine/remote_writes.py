@@ -1,0 +1,170 @@
+"""Writing blocks of a memory tier to a remote level, behind the engine's back."""
+
+from __future__ import annotations
+
+import threading
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from ..memory.move import copy_slots
+from ..store.base import Operation
+from .images import seal
+from .io import Lane
+from .ledger import Event
+from .table import Rows
+from .tier import Tier
+from .transit import Transit
+from .values import StoredChain
+
+if TYPE_CHECKING:
+    from .remote import RemoteLevel
+
+_NEVER = np.iinfo(np.uint32).max
+
+
+class Writes:
+    """The way down.
+
+    Parameters
+    ----------
+    source:
+        The memory tier whose blocks are written.
+    transit:
+        Host memory in which images are put together, where *source* keeps payloads only.
+    """
+
+    def __init__(self, level: RemoteLevel, source: Tier, transit: Transit | None) -> None:
+        self.source = source
+        self._level = level
+        self._transit = transit
+        self._index = source.index  # outlives the tier: what is late may end after everything was closed
+        self._written = np.full(source.index.capacity, _NEVER, np.uint32)
+        """Generation of a row whose block was written or came from there: it need not be written again."""
+        self._lock = threading.Lock()
+        self.tokens_in_flight = 0
+
+    def is_written(self, rows: Rows) -> npt.NDArray[np.bool_]:
+        """Which of *rows* hold blocks that need not be written."""
+        written: npt.NDArray[np.bool_] = self._written[rows] == self.source.index.generation[rows]
+        return written
+
+    def mark(self, rows: Rows) -> None:
+        """*rows* hold blocks that are there."""
+        self._written[rows] = self.source.index.generation[rows]
+
+    def begin(self, tip: int, blocks: int) -> None:
+        """Write what is new of the chain that ends in the row *tip*, about *blocks* blocks; the caller holds it."""
+        level, index = self._level, self.source.index
+        tokens = blocks * self._block_tokens
+        most = level.options.max_inflight_tokens
+        with self._lock:
+            if most and self.tokens_in_flight + tokens > most:
+                level.count(Event.NOT_STORED, blocks, "inflight_full")
+                return
+            self.tokens_in_flight += tokens
+        index.pin(tip)
+        ticket = level.io.submit(Lane.STORE, partial(self._run, tip, tokens))
+        if ticket is None:
+            index.unpin(tip)
+            self._less(tokens)
+            level.count(Event.NOT_STORED, blocks, "queue_full")
+        elif level.options.strict_sync:
+            ticket.wait(level.deadline_s(blocks))
+
+    def write_leaving(self, rows: Rows) -> npt.NDArray[np.bool_]:
+        """Write blocks that are about to leave and are pinned; which of *rows* need not be lost any more."""
+        index = self.source.index
+        missing = rows[~self.is_written(rows)]
+        while len(missing):
+            tip = int(missing[index.depth[missing].argmax()])
+            index.pin(tip)
+            chain = index.stored_chain(tip, self._level.roots)
+            mine = np.flatnonzero(np.isin(chain.rows, missing))
+            self._write(chain, mine, tip)
+            missing = missing[~np.isin(missing, chain.rows) & (missing != tip)]
+        return self.is_written(rows)
+
+    @property
+    def _block_tokens(self) -> int:
+        assert self._level.spec is not None
+        return self._level.spec.block_tokens
+
+    def _less(self, tokens: int) -> None:
+        with self._lock:
+            self.tokens_in_flight -= tokens
+
+    def _run(self, tip: int, tokens: int) -> None:
+        try:
+            chain = self.source.index.stored_chain(tip, self._level.roots)
+            with self._lock:
+                new = np.flatnonzero(~self.is_written(chain.rows))
+                self.mark(chain.rows[new])  # two requests that hit the same blocks write them once
+        except BaseException:
+            self.source.index.unpin(tip)
+            self._less(tokens)
+            raise
+        try:
+            self._write(chain, new, tip)
+        finally:
+            self._less(tokens)
+
+    def _write(self, chain: StoredChain, blocks: npt.NDArray[np.int64], tip: int) -> None:
+        """Write these *blocks* of a chain, batch by batch while all goes well; takes over one pin of *tip*."""
+        level, step = self._level, self._level.options.op_batch
+        last: Operation | None = None
+        done = 0
+        reason = "copy_failed"
+        try:
+            while done < len(blocks):
+                part = blocks[done : done + step]
+                last, took = self._put(chain, part)
+                count = last.count if last.done else 0
+                self.mark(chain.rows[part[:count]])
+                level.count(Event.STORED, count)
+                done += count
+                if count < took or not took:
+                    reason = last.reason if last.done else "timeout"
+                    break
+        finally:
+            self._written[chain.rows[blocks[done:]]] = _NEVER
+            level.count(Event.NOT_STORED, len(blocks) - done, reason or "no_transit")
+            self._forget_dropped(chain, blocks[:done])
+            if last is not None and not last.done:
+                last.then(partial(self._unpin, tip))
+            else:
+                self._unpin(tip)
+
+    def _put(self, chain: StoredChain, part: npt.NDArray[np.int64]) -> tuple[Operation, int]:
+        """Seal and send one batch; also how many blocks of it were sent."""
+        level, spec, source = self._level, self._level.spec, self.source
+        assert spec is not None
+        names = level.names.of(chain, part.tolist())
+        rows = chain.rows[part]
+        if self._transit is None:
+            seal(spec, source.slots.view, rows, chain, part)
+            level.names.remember(names)
+            return level.store.put(names, source.slots, rows, level.deadline_s(len(rows))), len(rows)
+        slots = self._transit.take(len(rows), wait=level.options.max_wait_s)
+        rows, part, names = rows[: len(slots)], part[: len(slots)], names[: len(slots)]
+        copy_slots(source.slots, rows, self._transit.memory, slots, spec.payload_bytes, 0, spec.header_bytes)
+        seal(spec, self._transit.memory.view, slots, chain, part)
+        level.names.remember(names)
+        deadline_s, memory = level.deadline_s(len(rows)), self._transit.memory
+        if level.store.takes_device_memory("put"):
+            operation = level.store.put(names, source.slots, rows, deadline_s, (memory, slots))
+        else:
+            operation = level.store.put(names, memory, slots, deadline_s)
+        operation.then(partial(self._transit.give_back, slots))
+        return operation, len(rows)
+
+    def _forget_dropped(self, chain: StoredChain, blocks: npt.NDArray[np.int64]) -> None:
+        """Whoever dropped a block meanwhile could not see its copy yet."""
+        dropped = self.source.index.dropped(chain.rows[blocks])
+        if dropped.any():
+            self._level.forget(self._level.names.of(chain, blocks[dropped].tolist()))
+
+    def _unpin(self, tip: int) -> None:
+        self._index.unpin(tip)

@@ -1,0 +1,397 @@
+"""A connector as a store: one loop thread, entered once for each batch, with deadlines and a circuit breaker.
+
+What is put is the whole slot image, as one region, or with GDR as two: header in host memory, payload on the device.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from concurrent.futures import Executor
+from typing import Any
+
+import msgspec
+
+from ..block.spec import BlockSpec
+from ..connector.base import Connector, ConnectorFeature, MemoryRegion
+from ..errors import KVCacheError, StoreError
+from ..memory.device import DeviceSlab
+from ..status import Status, StatusCodes
+from .base import Operation, OutsideStore, SlotMemory, Slots
+from .breaker import Breaker
+from .lent import get_lent, put_lent
+from .threads import DaemonExecutor, LoopThread
+
+_log = logging.getLogger("kvcache_factory")
+_PROBE = b"kvcache-factory/probe"
+Regions = MemoryRegion | Sequence[MemoryRegion]
+Work = Callable[[], Coroutine[Any, Any, "Answers"]]
+
+_WORDS = {
+    StatusCodes.NOT_FOUND: "absent",
+    StatusCodes.INVALID: "invalid",
+    StatusCodes.OUT_OF_MEMORY: "full",
+    StatusCodes.TIMEOUT: "timeout",
+    StatusCodes.DENIED: "denied",
+    StatusCodes.CANCELLED: "cancelled",
+}
+_HARMLESS = frozenset({"", "absent", "invalid", "full"})
+"""Reasons that say nothing against the server."""
+
+
+class Answers(msgspec.Struct, frozen=True):
+    """How many leading blocks went well, and what came of the next."""
+
+    count: int
+    reason: str = ""
+    detail: str = ""
+
+
+class RemoteSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """How a connector is driven."""
+
+    name: str
+    """What messages call it."""
+    op_batch: int = 32
+    """Blocks of one call where there are calls for a batch, and calls that run together where there are not."""
+    workers: int = 8
+    """Threads for calls that block."""
+    open_timeout_s: float = 10.0
+    """Seconds that connecting may take."""
+    close_timeout_s: float = 5.0
+    """Seconds that what is on its way may take when the store is closed, and again disconnecting."""
+    probe_timeout_s: float = 2.0
+    """Seconds that a trial may take."""
+
+
+class RemoteStore(OutsideStore):
+    """Hosts one connector.
+
+    Parameters
+    ----------
+    make:
+        Makes the unopened connector, given threads for its calls that block.
+    breaker:
+        When to stop asking.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[Executor], Connector[bytes, Any]],
+        settings: RemoteSettings,
+        breaker: Breaker | None = None,
+    ) -> None:
+        self.settings = settings
+        self.breaker = breaker or Breaker()
+        self._make = make
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        self._connector: Connector[bytes, Any] | None = None
+        self._feature = ConnectorFeature()
+        self._memories: Sequence[SlotMemory] = ()
+        self._in_flight = 0
+        self._abandoned = 0
+        self._most_abandoned = 0
+        self._probing = False
+        self._closed = True
+        self._header_bytes = 0
+
+    # -- open and close -----------------------------------------------------------------------------------------------
+
+    def open(self, spec: BlockSpec, memories: Sequence[SlotMemory], most_abandoned: int) -> None:
+        assert self._closed, "the store is open"
+        self._header_bytes = spec.header_bytes
+        self._memories = list(memories)
+        self._most_abandoned = most_abandoned
+        # One more than there are workers: trials and disconnecting must not wait behind calls that hang.
+        self._executor = DaemonExecutor(self.settings.workers + 2, "kvcache-factory-remote")
+        try:
+            self._connect()
+        except BaseException:
+            self._executor.shutdown(wait=False)
+            raise
+        self._loop = LoopThread("kvcache-factory-remote-loop")
+        self._closed = False
+
+    def _connect(self) -> None:
+        connector = self._make(self._executor)
+        try:
+            self._executor.submit(self._open, connector).result(self.settings.open_timeout_s)
+        except TimeoutError:
+            raise self._unavailable(f"no answer within {self.settings.open_timeout_s:g} s") from None
+        except KVCacheError:
+            raise
+        except Exception as error:
+            raise self._unavailable(f"{type(error).__name__}: {error}") from error
+        self._connector, self._feature = connector, connector.feature
+
+    def _open(self, connector: Connector[bytes, Any]) -> None:
+        opened = connector.open()
+        if not opened.is_ok():
+            raise self._unavailable(str(opened))
+        if connector.feature.rdma:
+            registered = connector.register_slabs([slab for memory in self._memories for slab in _tensors(memory)])
+            if not registered.is_ok():
+                raise self._unavailable(f"memory could not be registered: {registered}")
+
+    def _unavailable(self, why: str) -> StoreError:
+        return StoreError(
+            f"connector {self.settings.name} could not be opened ({why}); start its server, correct its options, or "
+            "leave the remote level out",
+            reason="unavailable",
+        )
+
+    def close(self) -> None:
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            self._changed.wait_for(lambda: not self._in_flight, self.settings.close_timeout_s)
+        connector, self._connector = self._connector, None
+        assert connector is not None
+        ended = self._executor.submit(connector.close)
+        try:
+            ended.result(self.settings.close_timeout_s)
+        except Exception as error:  # nothing can be done about it, and everything else has to end
+            _log.warning("connector %s did not close: %s: %s", self.settings.name, type(error).__name__, error)
+        with self._lock:
+            self._changed.wait_for(lambda: not self._in_flight, self.settings.close_timeout_s)
+        self._loop.stop()
+        self._executor.shutdown(wait=False)
+        self._memories = ()
+
+    # -- batches ------------------------------------------------------------------------------------------------------
+
+    def exists(self, names: Sequence[bytes], deadline_s: float) -> Operation:
+        return self._do(len(names), lambda: self._each("exists", names), deadline_s)
+
+    def get(
+        self,
+        names: Sequence[bytes],
+        memory: SlotMemory,
+        slots: Slots,
+        deadline_s: float,
+        headers: tuple[SlotMemory, Slots] | None = None,
+    ) -> Operation:
+        regions = self._regions(memory, slots, headers)
+        return self._do(len(names), lambda: self._fetch(names, regions), deadline_s)
+
+    def put(
+        self,
+        names: Sequence[bytes],
+        memory: SlotMemory,
+        slots: Slots,
+        deadline_s: float,
+        headers: tuple[SlotMemory, Slots] | None = None,
+    ) -> Operation:
+        regions = self._regions(memory, slots, headers)
+        if self._feature.zero_copy:
+            return self._do(len(names), lambda: self._lent(put_lent, names, regions), deadline_s)
+        return self._do(len(names), lambda: self._move("put", names, regions), deadline_s)
+
+    def delete(self, names: Sequence[bytes], deadline_s: float) -> Operation:
+        return self._do(len(names), lambda: self._each("delete", names), deadline_s)
+
+    def takes_device_memory(self, way: str) -> bool:
+        """Whether values may lie in device memory on their *way*, ``"put"`` or ``"get"``."""
+        return self._feature.gdr_put if way == "put" else self._feature.gdr_get
+
+    def state(self) -> dict[str, str | int | bool]:
+        with self._lock:
+            return {
+                "connector": self.settings.name,
+                "breaker": "open" if self.breaker.is_open else "closed",
+                "breaker_openings": self.breaker.openings,
+                "operations_in_flight": self._in_flight,
+                "abandoned_blocks": self._abandoned,
+                "out_of_service": self._abandoned > self._most_abandoned,
+            }
+
+    def _do(self, blocks: int, work: Work, deadline_s: float) -> Operation:
+        """Enter the loop with one batch and wait, but not for ever; what goes on then keeps its memory."""
+        operation = Operation(blocks)
+        with self._lock:
+            refused = self._refusal()
+            if refused or not blocks:
+                operation.end(0, refused)
+                return operation
+            self._in_flight += 1
+            self._loop.enter(self._run(operation, work))
+        if operation.wait(max(deadline_s, 0)):
+            self._judge(operation.reason)
+            return operation
+        with self._lock:
+            self._abandoned += blocks
+        operation.then(lambda: self._returned(blocks))
+        self._judge("timeout")
+        return operation
+
+    def _refusal(self) -> str:
+        if self._closed:
+            return "closed"
+        if self._abandoned > self._most_abandoned:
+            return "out_of_service"
+        return "breaker_open" if self.breaker.is_open else ""
+
+    def _returned(self, blocks: int) -> None:
+        with self._lock:
+            self._abandoned -= blocks
+
+    async def _run(self, operation: Operation, work: Work) -> None:
+        answers = Answers(0, "error")
+        try:
+            answers = await work()
+        except (Exception, asyncio.CancelledError) as error:
+            answers = Answers(0, "error", f"{type(error).__name__}: {error}")
+        finally:
+            operation.end(answers.count, answers.reason, answers.detail)
+            with self._lock:
+                self._in_flight -= 1
+                self._changed.notify_all()
+
+    # -- on the loop --------------------------------------------------------------------------------------------------
+
+    @property
+    def _open_connector(self) -> Connector[bytes, Any]:
+        if self._connector is None:
+            raise StoreError("the store is closed", reason="closed")
+        return self._connector
+
+    async def _fetch(self, names: Sequence[bytes], regions: Sequence[Regions]) -> Answers:
+        if self._feature.prefetch:
+            await self._open_connector.prefetch(names)
+        if self._feature.zero_copy:
+            return await self._lent(get_lent, names, regions)
+        return await self._move("get", names, regions)
+
+    async def _lent(self, way: Any, names: Sequence[bytes], regions: Sequence[Regions]) -> Answers:
+        return _leading(await way(self._open_connector, self._executor, names, regions))
+
+    async def _each(self, verb: str, names: Sequence[bytes]) -> Answers:
+        """A call for each name, as many together as belong to a batch, up to the first batch with a gap."""
+        call = getattr(self._open_connector, verb)
+        step, done = self.settings.op_batch, Answers(0)
+        for start in range(0, len(names), step):
+            done = _after(done, _leading(await _together([call(name) for name in names[start : start + step]])))
+            if done.reason:
+                break
+        return done
+
+    async def _move(self, verb: str, names: Sequence[bytes], regions: Sequence[Regions]) -> Answers:
+        connector, step = self._open_connector, self.settings.op_batch
+        if self._feature.mput_mget:
+            return await self._move_batches(getattr(connector, f"m{verb}"), names, regions)
+        call, done = getattr(connector, verb), Answers(0)
+        for start in range(0, len(names), step):
+            part = slice(start, start + step)
+            pairs = zip(names[part], regions[part], strict=True)
+            done = _after(done, _leading(await _together([call(name, region) for name, region in pairs])))
+            if done.reason:
+                break
+        return done
+
+    async def _move_batches(self, call: Any, names: Sequence[bytes], regions: Sequence[Regions]) -> Answers:
+        """Batches as the connector cuts them, which need not keep the order."""
+        found: dict[bytes, object] = {}
+        for batch in self._open_connector.get_batches(names, regions, self.settings.op_batch):
+            keys = [key for key, _ in batch]
+            answers = list(await call(keys, [region for _, region in batch]))
+            found.update(zip(keys, answers, strict=False))
+            if len(answers) != len(keys) or not all(isinstance(a, Status) and a.is_ok() for a in answers):
+                break
+        return _leading([found.get(name) for name in names])
+
+    # -- breaker ------------------------------------------------------------------------------------------------------
+
+    def _judge(self, reason: str) -> None:
+        if reason in _HARMLESS:
+            if not self.breaker.is_open:  # a late success of an old call proves little; a trial closes it
+                self.breaker.succeeded()
+        elif reason != "closed" and self.breaker.failed():
+            _log.warning("connector %s: out of order (%s); not asked until it answers", self.settings.name, reason)
+            self._try_later()
+
+    def _try_later(self) -> None:
+        with self._lock:
+            if self._closed or self._probing:
+                return
+            self._probing = True
+        self._loop.later(self.breaker.next_trial_s(), self._probe)
+
+    async def _probe(self) -> None:
+        reached = False
+        try:
+            reached = await self._answers() or await self._reconnect()
+        except (Exception, asyncio.CancelledError):
+            reached = False
+        finally:
+            self._probing = False
+            if reached and self.breaker.succeeded():
+                _log.warning("connector %s: answers again", self.settings.name)
+            if not reached:
+                self._try_later()
+
+    async def _answers(self) -> bool:
+        trial = asyncio.ensure_future(self._open_connector.exists(_PROBE))
+        done, _ = await asyncio.wait([trial], timeout=self.settings.probe_timeout_s)
+        if not done:
+            await asyncio.wait([trial])  # one trial at a time: a call that hangs is not joined by others
+            return False
+        if trial.exception() is not None:
+            return False
+        return trial.result().error_code in (StatusCodes.OK, StatusCodes.NOT_FOUND)
+
+    async def _reconnect(self) -> bool:
+        """Close and open the connector, where nothing is on its way with it."""
+        connector = self._open_connector
+        with self._lock:
+            if self._in_flight:
+                return False
+        await self._loop.loop.run_in_executor(self._executor, connector.close)
+        await self._loop.loop.run_in_executor(self._executor, self._open, connector)
+        return await self._answers()
+
+    # -- memory -------------------------------------------------------------------------------------------------------
+
+    def _regions(self, memory: SlotMemory, slots: Slots, headers: tuple[SlotMemory, Slots] | None) -> list[Regions]:
+        whole: list[MemoryRegion] = [_region(memory, slot, memory.slot_bytes) for slot in slots.tolist()]
+        if headers is None:
+            return list(whole)
+        host, host_slots = headers
+        tops = [_region(host, slot, self._header_bytes) for slot in host_slots.tolist()]
+        return [list(pair) for pair in zip(tops, whole, strict=True)]
+
+
+def _region(memory: SlotMemory, slot: int, length: int) -> MemoryRegion:
+    if isinstance(memory, DeviceSlab) and memory.device != "cpu":
+        return MemoryRegion(memory.bytes_of(slot), 0, length)
+    return MemoryRegion(memory.view.reshape(-1), slot * memory.slot_bytes, length)
+
+
+def _tensors(memory: SlotMemory) -> list[Any]:
+    """Flat tensors over a memory, for registering it."""
+    if isinstance(memory, DeviceSlab) and memory.device != "cpu":
+        return [memory.bytes_of(slot) for slot in range(memory.slots)]
+    return [MemoryRegion(memory.view.reshape(-1)).slab]
+
+
+async def _together(calls: Sequence[Awaitable[Any]]) -> list[Any]:
+    """Every call to its end, exceptions as results: none may be running when its memory is given back."""
+    return list(await asyncio.gather(*calls, return_exceptions=True))
+
+
+def _leading(answers: Sequence[object]) -> Answers:
+    """What a list of statuses comes to; whatever else a connector returned is a failure."""
+    for count, answer in enumerate(answers):
+        if isinstance(answer, Status):
+            if answer.is_ok():
+                continue
+            return Answers(count, _WORDS.get(answer.error_code, "error"), str(answer))
+        return Answers(count, "error", f"{type(answer).__name__}: {answer}")
+    return Answers(len(answers))
+
+
+def _after(before: Answers, more: Answers) -> Answers:
+    return Answers(before.count + more.count, more.reason, more.detail)
