@@ -54,7 +54,10 @@ class Session:
         Whether its blocks are kept whatever the policy says.
     """
 
-    def __init__(self, session_id: str, options: SessionOptions, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, session_id: str, options: SessionOptions | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        options = options if options is not None else SessionOptions()
         self.id = session_id
         self.data: dict[str, Any] = {}
         self._reuse_hint: ReuseHint = "unknown"
