@@ -98,7 +98,7 @@ demo: $(STAMP)
 	$(BIN)/kvcache-factory demo
 
 bench: $(STAMP)
-	for table in l1 match keys index disk; do $(BIN)/kvcache-factory bench $$table; done
+	for table in l1 match keys index policy disk; do $(BIN)/kvcache-factory bench $$table; done
 
 soak: $(STAMP) $(VLLM_STAMP)
 	$(BIN)/python -m pytest -q -m soak

@@ -46,12 +46,18 @@ class Kernel:
         if self.fallback is not None:
             return self.fallback(*args)
         # Scalar access through a memoryview costs less than half of numpy's, and yields plain Python integers.
-        return self.loop(*(memoryview(a) if isinstance(a, np.ndarray) else a for a in args))
+        return self.loop(*map(_viewed, args))
 
     def compile(self) -> None:
         """Compile with numba; raises what numba raises."""
         if self.compiled is None:
             self.compiled = compile_loop(self.signature, self.loop)
+
+
+def _viewed(argument: Any) -> Any:
+    if isinstance(argument, tuple):
+        return tuple(map(_viewed, argument))
+    return memoryview(argument) if isinstance(argument, np.ndarray) else argument
 
 
 def compile_loop(signature: str, loop: Callable[..., Any]) -> Callable[..., Any]:

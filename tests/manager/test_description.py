@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -213,3 +214,12 @@ def test_a_manager_lives_as_long_as_its_key_space() -> None:
     assert chain.is_open
     del space
     assert not chain.is_open
+
+
+def test_the_default_policy_is_the_one_that_the_documentation_names() -> None:
+    """Leaf-first LRU: the decision and the figures behind it are in docs/design/0005."""
+    docs = Path(__file__).parents[2] / "docs"
+    assert repr(CacheManager().policy) == "LRUEvictionPolicy()"
+    assert "The default is `LRUEvictionPolicy()`" in (docs / "design" / "0005-the-default-policy.md").read_text()
+    assert "| `eviction_policy` | `LRUEvictionPolicy()` |" in (docs / "configuration.md").read_text()
+    assert "The default is leaf-first LRU" in (docs / "policies.md").read_text()

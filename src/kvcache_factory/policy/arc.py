@@ -38,7 +38,7 @@ class ARCEvictionPolicy(QueuePolicy):
         if len(new):
             keys = self._keys[new]
             known = (self._ghosts[0].take(keys) >= 0) | (self._ghosts[1].take(keys) >= 0)
-            place(*self._books, new, known[:, 0].astype(np.int32))
+            place(self._books, new, known[:, 0].astype(np.int32))
             self._trim()
 
     def restore(self, rows: Rows) -> None:
@@ -53,8 +53,8 @@ class ARCEvictionPolicy(QueuePolicy):
 
     def _leave(self, count: int, tree: TreeColumns) -> int:
         self._state[FIRST], self._state[SECOND] = (len(ghosts) for ghosts in self._ghosts)
-        books = (*self._books, *self._returning, self._target, self._out, self._out_of)
-        found = int(leave_arc(count, *tree, *books))
+        books = (self._books, *self._returning, self._target, self._out, self._out_of)
+        found = int(leave_arc(count, tuple(tree), *books))
         if tree is NO_TREE:  # one at a time: the next newcomer with the next
             self._returning = (self._returning[0][1:], self._returning[1][1:])
         return found
@@ -128,8 +128,8 @@ class MQEvictionPolicy(QueuePolicy):
             self._uses[new] = np.maximum(self._ghosts.take(self._keys[new])[:, 0], 0) + 1
         queues = np.minimum(np.log2(self._uses[rows]), self.num_queues - 1).astype(np.int32)
         self._expires[rows] = self._accesses + self._life
-        place(*self._books, rows, queues)
-        descend(*self._books, self._expires, self._accesses, self._life)
+        place(self._books, rows, queues)
+        descend(self._books, self._expires, self._accesses, self._life)
 
     def restore(self, rows: Rows) -> None:
         self._uses[rows] = 1
@@ -137,7 +137,7 @@ class MQEvictionPolicy(QueuePolicy):
         self._place(rows, 0)
 
     def _leave(self, count: int, tree: TreeColumns) -> int:
-        return int(leave_lowest(count, *tree, *self._books, self._out))
+        return int(leave_lowest(count, tuple(tree), self._books, self._out))
 
     def _remember(self, rows: Rows) -> None:
         self._ghosts.add(self._keys[rows], self._uses[rows].astype(np.float64)[:, None])

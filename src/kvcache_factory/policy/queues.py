@@ -22,13 +22,16 @@ SIZE, SEQUENCE, FIRST, SECOND = 8, 16, 17, 18
 STATE = 19
 
 
-_TREE = "i4[::1], i4[::1], i4[::1], u1[::1]"
-_BOOKS = "i8[::1], i4[::1], i4[::1], i4[:,::1], i8[::1]"
+_TREE = "Tuple((i4[::1], i4[::1], i4[::1], u1[::1]))"
+"""Columns of the tree: parent, children, pins, state; empty ones where there is none."""
+_BOOKS = "Tuple((i8[::1], i4[::1], i4[::1], i4[:,::1], i8[::1]))"
+"""By row: stamp, queue, position in its heap or -1; then the heaps, and the state."""
 
 
 @helper
-def _sift(stamp: Any, position: Any, heap: Any, q: Any, at: Any, size: Any) -> None:
+def _sift(books: Any, q: Any, at: Any, size: Any) -> None:
     """Let the row at *at* rise or sink to where it belongs."""
+    stamp, _, position, heap, _ = books
     row = heap[q, at]
     while at > 0 and stamp[heap[q, (at - 1) >> 1]] > stamp[row]:
         heap[q, at] = heap[q, (at - 1) >> 1]
@@ -48,8 +51,9 @@ def _sift(stamp: Any, position: Any, heap: Any, q: Any, at: Any, size: Any) -> N
 
 
 @helper
-def _push(stamp: Any, queue: Any, position: Any, heap: Any, state: Any, row: Any) -> None:
+def _push(books: Any, row: Any) -> None:
     """Put *row* into the heap of its queue; one that is in no queue begins in the first."""
+    stamp, queue, position, heap, state = books
     if queue[row] < 0:
         queue[row] = 0
         state[8] += 1
@@ -60,27 +64,29 @@ def _push(stamp: Any, queue: Any, position: Any, heap: Any, state: Any, row: Any
     heap[q, size] = row
     position[row] = size
     state[q] = size + 1
-    _sift(stamp, position, heap, q, size, size + 1)
+    _sift(books, q, size, size + 1)
 
 
 @helper
-def _pull(stamp: Any, queue: Any, position: Any, heap: Any, state: Any, row: Any) -> None:
+def _pull(books: Any, row: Any) -> None:
     """Take *row* out of its heap."""
+    _, queue, position, heap, state = books
     q, at = queue[row], position[row]
     size = state[q] - 1
     state[q] = size
     position[row] = -1
     if at < size:
         heap[q, at] = heap[q, size]
-        _sift(stamp, position, heap, q, at, size)
+        _sift(books, q, at, size)
 
 
 @helper
-def _move(stamp: Any, queue: Any, position: Any, heap: Any, state: Any, row: Any, q: Any) -> None:
+def _move(books: Any, row: Any, q: Any) -> None:
     """Put *row* at the end of queue *q*, and into its heap if it was in one."""
+    stamp, queue, position, _, state = books
     queued = position[row] >= 0
     if queued:
-        _pull(stamp, queue, position, heap, state, row)
+        _pull(books, row)
     if queue[row] >= 0:
         state[8 + queue[row]] -= 1
     queue[row] = q
@@ -88,20 +94,17 @@ def _move(stamp: Any, queue: Any, position: Any, heap: Any, state: Any, row: Any
     state[16] += 1
     stamp[row] = state[16]
     if queued:
-        _push(stamp, queue, position, heap, state, row)
+        _push(books, row)
 
 
 @helper
-def _take_out(stamp: Any, queue: Any, position: Any, heap: Any, state: Any, row: Any) -> None:
-    """Take *row*, which leaves, out of its heap and its queue."""
-    _pull(stamp, queue, position, heap, state, row)
+def _leave(tree: Any, books: Any, row: Any) -> Any:
+    """Take *row* out of its heap, its queue and the tree; returns its parent if that can leave now, else -1."""
+    parent, children, pins, states = tree
+    _, queue, _, _, state = books
+    _pull(books, row)
     state[8 + queue[row]] -= 1
     queue[row] = -1
-
-
-@helper
-def _unlink(parent: Any, children: Any, pins: Any, states: Any, row: Any) -> Any:
-    """What an index's unlink does; -1 also where there is no tree."""
     if len(parent) == 0 or parent[row] < 0:
         return -1
     above = parent[row]
@@ -110,40 +113,28 @@ def _unlink(parent: Any, children: Any, pins: Any, states: Any, row: Any) -> Any
 
 
 @kernel(f"void({_BOOKS}, i8, b1)")
-def set_evictable(stamp: Any, queue: Any, position: Any, heap: Any, state: Any, row: Any, evictable: Any) -> None:
+def set_evictable(books: Any, row: Any, evictable: Any) -> None:
     """*row* enters or leaves the heap of its queue, if that is news."""
-    if evictable and position[row] < 0:
-        _push(stamp, queue, position, heap, state, row)
-    elif position[row] >= 0 and not evictable:
-        _pull(stamp, queue, position, heap, state, row)
+    there = books[2][row] >= 0
+    if evictable and not there:
+        _push(books, row)
+    elif there and not evictable:
+        _pull(books, row)
 
 
 @kernel(f"void({_BOOKS}, i4[::1], i4[::1])")
-def place(stamp: Any, queue: Any, position: Any, heap: Any, state: Any, rows: Any, queues: Any) -> None:
+def place(books: Any, rows: Any, queues: Any) -> None:
     """Put *rows*, in this order, at the end of one queue each."""
     for i in range(len(rows)):
-        _move(stamp, queue, position, heap, state, rows[i], queues[i])
+        _move(books, rows[i], queues[i])
 
 
 @kernel(f"i8(i8, {_TREE}, {_BOOKS}, u1[::1], i8, i8, i4[::1], i4[::1])")
 def leave_s3fifo(
-    count: Any,
-    parent: Any,
-    children: Any,
-    pins: Any,
-    states: Any,
-    stamp: Any,
-    queue: Any,
-    position: Any,
-    heap: Any,
-    state: Any,
-    uses: Any,
-    threshold: Any,
-    main_rows: Any,
-    out: Any,
-    out_of: Any,
+    count: Any, tree: Any, books: Any, uses: Any, threshold: Any, main_rows: Any, out: Any, out_of: Any
 ) -> int:
     """Victims of S3-FIFO, and the queue that each leaves."""
+    _, _, _, heap, state = books
     found = 0
     while found < count:
         q = 1 if state[9] > main_rows else 0
@@ -155,51 +146,40 @@ def leave_s3fifo(
         used = uses[row]
         if (q == 0 and used >= threshold) or (q == 1 and used > 0):
             uses[row] = 0 if q == 0 else used - 1
-            _move(stamp, queue, position, heap, state, row, 1)
+            _move(books, row, 1)
             continue
-        _take_out(stamp, queue, position, heap, state, row)
         out[found], out_of[found] = row, q
         found += 1
-        above = _unlink(parent, children, pins, states, row)
+        above = _leave(tree, books, row)
         if above >= 0:
-            _push(stamp, queue, position, heap, state, above)
+            _push(books, above)
     return found
 
 
 @helper
-def _see(stamp: Any, state: Any, row: Any) -> None:
+def _see(books: Any, row: Any) -> None:
     """Put the place of *row* into the hand's round if the hand has yet to come there, else into the next."""
+    stamp, _, _, _, state = books
     at = stamp[row] & 0xFFFFFFFF
     turn = state[17] + 1 if at < state[18] else state[17]
     stamp[row] = (turn << 32) | at
 
 
 @kernel(f"void({_BOOKS}, i8, b1)")
-def set_evictable_sieve(stamp: Any, queue: Any, position: Any, heap: Any, state: Any, row: Any, evictable: Any) -> None:
+def set_evictable_sieve(books: Any, row: Any, evictable: Any) -> None:
     """As :func:`set_evictable`; the hand may have passed by while the row was parked."""
-    if evictable and position[row] < 0:
-        _see(stamp, state, row)
-        _push(stamp, queue, position, heap, state, row)
-    elif position[row] >= 0 and not evictable:
-        _pull(stamp, queue, position, heap, state, row)
+    there = books[2][row] >= 0
+    if evictable and not there:
+        _see(books, row)
+        _push(books, row)
+    elif there and not evictable:
+        _pull(books, row)
 
 
 @kernel(f"i8(i8, {_TREE}, {_BOOKS}, b1[::1], i4[::1])")
-def leave_sieve(
-    count: Any,
-    parent: Any,
-    children: Any,
-    pins: Any,
-    states: Any,
-    stamp: Any,
-    queue: Any,
-    position: Any,
-    heap: Any,
-    state: Any,
-    visited: Any,
-    out: Any,
-) -> int:
+def leave_sieve(count: Any, tree: Any, books: Any, visited: Any, out: Any) -> int:
     """Victims of SIEVE; the state's last two are the round and the place of the hand."""
+    stamp, queue, _, heap, state = books
     found = 0
     while found < count:
         if state[0] == 0:
@@ -209,38 +189,24 @@ def leave_sieve(
         if visited[row]:
             visited[row] = False
             stamp[row] += 1 << 32
-            _sift(stamp, position, heap, 0, 0, state[0])
+            _sift(books, 0, 0, state[0])
             continue
-        _take_out(stamp, queue, position, heap, state, row)
         out[found] = row
         found += 1
-        above = _unlink(parent, children, pins, states, row)
+        above = _leave(tree, books, row)
         if above >= 0:
             if queue[above] >= 0:
-                _see(stamp, state, above)
-            _push(stamp, queue, position, heap, state, above)
+                _see(books, above)
+            _push(books, above)
     return found
 
 
 @kernel(f"i8(i8, {_TREE}, {_BOOKS}, f8[:,::1], f8[:,::1], f8[::1], i4[::1], i4[::1])")
 def leave_arc(
-    count: Any,
-    parent: Any,
-    children: Any,
-    pins: Any,
-    states: Any,
-    stamp: Any,
-    queue: Any,
-    position: Any,
-    heap: Any,
-    state: Any,
-    from_once: Any,
-    from_more: Any,
-    target: Any,
-    out: Any,
-    out_of: Any,
+    count: Any, tree: Any, books: Any, from_once: Any, from_more: Any, target: Any, out: Any, out_of: Any
 ) -> int:
     """Victims of ARC, one for each newcomer where there are any; the state's last two count the ghosts of each."""
+    stamp, _, _, heap, state = books
     found = 0
     while found < count:
         returns = False
@@ -257,43 +223,30 @@ def leave_arc(
         if state[q] == 0:
             return found
         row = heap[q, 0]
-        _take_out(stamp, queue, position, heap, state, row)
         state[17 + q] += 1
         out[found], out_of[found] = row, q
         found += 1
-        above = _unlink(parent, children, pins, states, row)
+        above = _leave(tree, books, row)
         if above >= 0:
-            _push(stamp, queue, position, heap, state, above)
+            _push(books, above)
     return found
 
 
 @kernel(f"void({_BOOKS}, i8[::1], i8, i8)")
-def descend(
-    stamp: Any, queue: Any, position: Any, heap: Any, state: Any, expires: Any, accesses: Any, lifetime: Any
-) -> None:
+def descend(books: Any, expires: Any, accesses: Any, lifetime: Any) -> None:
     """Let the rows of MQ that were not used for a lifetime go down by one queue."""
+    _, _, _, heap, state = books
     for q in range(1, len(heap)):
         while state[q] > 0 and expires[heap[q, 0]] < accesses:
             row = heap[q, 0]
             expires[row] = accesses + lifetime
-            _move(stamp, queue, position, heap, state, row, q - 1)
+            _move(books, row, q - 1)
 
 
 @kernel(f"i8(i8, {_TREE}, {_BOOKS}, i4[::1])")
-def leave_lowest(
-    count: Any,
-    parent: Any,
-    children: Any,
-    pins: Any,
-    states: Any,
-    stamp: Any,
-    queue: Any,
-    position: Any,
-    heap: Any,
-    state: Any,
-    out: Any,
-) -> int:
+def leave_lowest(count: Any, tree: Any, books: Any, out: Any) -> int:
     """Victims from the lowest queue that has any (MQ)."""
+    _, _, _, heap, state = books
     found = 0
     while found < count:
         q = 0
@@ -302,12 +255,11 @@ def leave_lowest(
         if q == len(heap):
             return found
         row = heap[q, 0]
-        _take_out(stamp, queue, position, heap, state, row)
         out[found] = row
         found += 1
-        above = _unlink(parent, children, pins, states, row)
+        above = _leave(tree, books, row)
         if above >= 0:
-            _push(stamp, queue, position, heap, state, above)
+            _push(books, above)
     return found
 
 
@@ -331,7 +283,7 @@ class QueuePolicy(EvictionPolicy):
         self._out = np.zeros(rows, np.int32)
 
     def on_evictable(self, row: int, evictable: bool) -> None:
-        set_evictable(*self._books, row, evictable)
+        set_evictable(self._books, row, evictable)
 
     def forget(self, row: int) -> None:
         self.on_evictable(row, False)
@@ -365,4 +317,4 @@ class QueuePolicy(EvictionPolicy):
     def _place(self, rows: Rows, queue: int) -> None:
         """Put *rows*, in this order, at the end of *queue*."""
         if len(rows):
-            place(*self._books, rows, np.full(len(rows), queue, np.int32))
+            place(self._books, rows, np.full(len(rows), queue, np.int32))

@@ -80,7 +80,7 @@ class S3FIFOEvictionPolicy(QueuePolicy):
             # A cache that has never been full has no reason to keep newcomers apart.
             room = max(self._small_rows - int(self._state[SIZE + self._SMALL]), 0)
             queues[room:] = self._MAIN
-        place(*self._books, new, queues)
+        place(self._books, new, queues)
 
     def restore(self, rows: Rows) -> None:
         self._uses[rows] = 0
@@ -88,8 +88,8 @@ class S3FIFOEvictionPolicy(QueuePolicy):
 
     def _leave(self, count: int, tree: TreeColumns) -> int:
         self._has_evicted = True
-        books = (*self._books, self._uses, self.threshold, self._rows - self._small_rows, self._out, self._out_of)
-        return int(leave_s3fifo(count, *tree, *books))
+        books = (self._books, self._uses, self.threshold, self._rows - self._small_rows, self._out, self._out_of)
+        return int(leave_s3fifo(count, tuple(tree), *books))
 
     def _remember(self, rows: Rows) -> None:
         small = rows[self._out_of[: len(rows)] == self._SMALL]
@@ -124,7 +124,7 @@ class SIEVEEvictionPolicy(QueuePolicy):
         self.on_request(0.0, rows, 0, NO_HINT)
 
     def on_evictable(self, row: int, evictable: bool) -> None:
-        set_evictable_sieve(*self._books, row, evictable)
+        set_evictable_sieve(self._books, row, evictable)
 
     def _leave(self, count: int, tree: TreeColumns) -> int:
-        return int(leave_sieve(count, *tree, *self._books, self._visited, self._out))
+        return int(leave_sieve(count, tuple(tree), self._books, self._visited, self._out))

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from ..jit import kernel
+from ..jit import helper, kernel
 
 AGAIN, GAP, LAST, OPEN, CLASS, DEPTH = range(6)
 COLUMNS, GHOST_COLUMNS = 6, 4
@@ -25,6 +25,55 @@ SAMPLE = 64
 # The loops draw random numbers from a 48-bit congruence (that of drand48), which gives the same numbers in compiled
 # code and in Python.  What a leaf is worth changes when it comes into the next age bucket, is used, or the table is
 # learned anew: `worth` keeps (index, valid until, epoch of the table), so that most draws read one line of memory.
+
+
+@helper
+def _bucket_of(age: Any) -> Any:
+    """Age bucket of *age* seconds: below 2 s the first, then each 1.4 times as long as the one before."""
+    return 0 if age < 2.0 else min(1 + int(math.log(age / 2.0) / 0.3364722366212129), 27)
+
+
+@helper
+def _class_of(again: Any, gap: Any, place: Any, hint: Any, output: Any) -> Any:
+    """Number of the class of a block that was used *again* times, the last time after *gap* seconds."""
+    uses = 0 if again < 1 else 1 if again < 2 else 2 if again < 4 else 3 if again < 9 else 4
+    pause = 0 if gap < 0 else 1 if gap < 30 else 2 if gap < 120 else 3 if gap < 600 else 4
+    return (((uses * 3 + min(max(place, 0), 2)) * 3 + hint) * 5 + pause) * 7 + output
+
+
+@helper
+def _use(row: Any, known: Any, now: Any, book: Any, ring: Any) -> None:
+    """End the spell of *row*, if it has one, and count its use: step 2."""
+    slots = len(ring)
+    if known:
+        spell = int(book[row, 3])
+        if spell >= 0 and ring[spell % slots, 4] == spell:
+            ring[spell % slots, 1] = _bucket_of(now - ring[spell % slots, 0])
+        book[row, 0] += 1
+        book[row, 1] = now - book[row, 2]
+    else:
+        book[row, 0] = 0
+        book[row, 1] = -1
+    book[row, 2] = now
+    book[row, 3] = -1
+
+
+@helper
+def _begin(row: Any, weight: Any, now: Any, book: Any, ring: Any, state: Any) -> None:
+    """Begin a spell of *row* in the oldest slot, or give the one that has begun more weight: step 4."""
+    slots = len(ring)
+    spell = int(book[row, 3])
+    if spell >= 0 and ring[spell % slots, 4] == spell:
+        ring[spell % slots, 3] += weight
+        return
+    spell = state[2]
+    state[2] = spell + 1
+    book[row, 3] = spell
+    ring[spell % slots, 0] = now
+    ring[spell % slots, 1] = -1
+    ring[spell % slots, 2] = book[row, 4]
+    ring[spell % slots, 3] = weight
+    ring[spell % slots, 4] = spell
 
 
 @kernel("void(i4[::1], i8, f8, i8, i8, i8, i8, f8[:,::1], f8[:,::1], f8[:,::1], f8[:,::1], i8[::1])")
@@ -46,7 +95,6 @@ def touch(
 
     The first *hits* were here; *past* has what ghosts tell of the others.
     """
-    slots = len(ring)
     count = len(rows)
     for i in range(count):
         row = rows[i]
@@ -55,27 +103,8 @@ def touch(
             known = past[i - hits, 0] >= 0
             for c in range(4):
                 book[row, c] = past[i - hits, c]
-        if known:
-            spell = int(book[row, 3])
-            if spell >= 0 and ring[spell % slots, 4] == spell:
-                age = now - ring[spell % slots, 0]
-                bucket = 0
-                if age >= 2.0:
-                    bucket = min(1 + int(math.log(age / 2.0) / 0.3364722366212129), 27)
-                ring[spell % slots, 1] = bucket
-            book[row, 0] += 1
-            book[row, 1] = now - book[row, 2]
-        else:
-            book[row, 0] = 0
-            book[row, 1] = -1
-        book[row, 2] = now
-        book[row, 3] = -1
-        again = book[row, 0]
-        uses = 0 if again < 1 else 1 if again < 2 else 2 if again < 4 else 3 if again < 9 else 4
-        gap = book[row, 1]
-        pause = 0 if gap < 0 else 1 if gap < 30 else 2 if gap < 120 else 3 if gap < 600 else 4
-        place = min(max(total - 1 - first - i, 0), 2)
-        book[row, 4] = (((uses * 3 + place) * 3 + hint) * 5 + pause) * 7 + output
+        _use(row, known, now, book, ring)
+        book[row, 4] = _class_of(book[row, 0], book[row, 1], total - 1 - first - i, hint, output)
         book[row, 5] = first + i
         worth[row, 2] = -1
     weight = total**-0.5
@@ -91,21 +120,8 @@ def touch(
             state[1] = (state[1] * 0x5DEECE66D + 11) & 0xFFFFFFFFFFFF
             at = ((state[1] >> 16) * others) >> 32
             w = weight * others / 8
-        if at < first or at >= first + count:
-            continue
-        row = rows[at - first]
-        spell = int(book[row, 3])
-        if spell >= 0 and ring[spell % slots, 4] == spell:
-            ring[spell % slots, 3] += w
-            continue
-        spell = state[2]
-        state[2] = spell + 1
-        book[row, 3] = spell
-        ring[spell % slots, 0] = now
-        ring[spell % slots, 1] = -1
-        ring[spell % slots, 2] = book[row, 4]
-        ring[spell % slots, 3] = w
-        ring[spell % slots, 4] = spell
+        if first <= at < first + count:
+            _begin(rows[at - first], w, now, book, ring, state)
 
 
 @kernel("void(i4[::1], i8, f8[:,::1], f8[:,::1], f8[:,::1])")
@@ -127,12 +143,10 @@ def finish(rows: Any, output: Any, book: Any, worth: Any, ring: Any) -> None:
 def bid(now: Any, first: Any, total: Any, hint: Any, output: Any, past: Any, table: Any, out: Any) -> None:
     """What new blocks are worth: the index of the class that they would have, at age 0."""
     for i in range(len(past)):
-        again = past[i, 0] + 1 if past[i, 0] >= 0 else 0.0
-        uses = 0 if again < 1 else 1 if again < 2 else 2 if again < 4 else 3 if again < 9 else 4
-        gap = now - past[i, 2] if past[i, 0] >= 0 else -1.0
-        pause = 0 if gap < 0 else 1 if gap < 30 else 2 if gap < 120 else 3 if gap < 600 else 4
-        place = min(max(total - 1 - first - i, 0), 2)
-        out[i] = table[(((uses * 3 + place) * 3 + hint) * 5 + pause) * 7 + output, 0]
+        known = past[i, 0] >= 0
+        again = past[i, 0] + 1 if known else 0.0
+        gap = now - past[i, 2] if known else -1.0
+        out[i] = table[_class_of(again, gap, total - 1 - first - i, hint, output), 0]
 
 
 def _leave_numpy(
@@ -190,6 +204,31 @@ def _leave_numpy(
     return want
 
 
+@helper
+def _worst(now: Any, table: Any, epoch: Any, edges: Any, book: Any, worth: Any, leaves: Any, state: Any) -> Any:
+    """The least valuable of 64 random leaves, of equals the least recently used, then the deepest."""
+    count = state[0]
+    best = -1
+    for s in range(min(count, 64)):
+        at = s
+        if count > 64:
+            state[1] = (state[1] * 0x5DEECE66D + 11) & 0xFFFFFFFFFFFF
+            at = ((state[1] >> 16) * count) >> 32
+        row = leaves[at]
+        if worth[row, 2] != epoch or now >= worth[row, 1]:
+            bucket = _bucket_of(now - book[row, 2])
+            worth[row, 0] = table[int(book[row, 4]), bucket]
+            worth[row, 1] = book[row, 2] + edges[bucket]
+            worth[row, 2] = epoch
+        if best < 0 or worth[row, 0] < worth[best, 0]:
+            best = row
+        elif worth[row, 0] == worth[best, 0]:
+            earlier = book[row, 2] < book[best, 2]
+            if earlier or (book[row, 2] == book[best, 2] and book[row, 5] > book[best, 5]):
+                best = row
+    return best
+
+
 @kernel(
     "i8(f8, i8, f8[::1], i4[::1], i4[::1], i4[::1], u1[::1], "
     "f8[:,::1], f8, f8[::1], f8[:,::1], f8[:,::1], i4[::1], i4[::1], i8[::1], i4[::1])",
@@ -219,46 +258,24 @@ def leave(
     """
     state[3] = 0
     for found in range(want):
-        count = state[0]
-        if count == 0:
+        if state[0] == 0:
             return found
-        best_row, best, best_last, best_depth = -1, 0.0, 0.0, 0.0
-        for s in range(min(count, 64)):
-            at = s
-            if count > 64:
-                state[1] = (state[1] * 0x5DEECE66D + 11) & 0xFFFFFFFFFFFF
-                at = ((state[1] >> 16) * count) >> 32
-            row = leaves[at]
-            if worth[row, 2] != epoch or now >= worth[row, 1]:
-                age = now - book[row, 2]
-                bucket = 0
-                if age >= 2.0:
-                    bucket = min(1 + int(math.log(age / 2.0) / 0.3364722366212129), 27)
-                worth[row, 0] = table[int(book[row, 4]), bucket]
-                worth[row, 1] = book[row, 2] + edges[bucket]
-                worth[row, 2] = epoch
-            value = worth[row, 0]
-            if best_row >= 0 and value > best:
-                continue
-            last, depth = book[row, 2], book[row, 5]
-            if best_row < 0 or value < best or last < best_last or (last == best_last and depth > best_depth):
-                best_row, best, best_last, best_depth = row, value, last, depth
-        if found < len(bids) and bids[found] < best:
+        row = _worst(now, table, epoch, edges, book, worth, leaves, state)
+        if found < len(bids) and bids[found] < worth[row, 0]:
             state[3] = 1
             return found
-        state[0] = count - 1
-        moved = leaves[count - 1]
-        leaves[position[best_row]] = moved
-        position[moved] = position[best_row]
-        position[best_row] = -1
-        out[found] = best_row
-        if len(parent) == 0 or parent[best_row] < 0:
+        last = state[0] - 1
+        state[0] = last
+        leaves[position[row]] = leaves[last]
+        position[leaves[last]] = position[row]
+        position[row] = -1
+        out[found] = row
+        if len(parent) == 0 or parent[row] < 0:
             continue
-        above = parent[best_row]
+        above = parent[row]
         children[above] -= 1
         if states[above] == 2 and children[above] == 0 and pins[above] == 0 and position[above] < 0:
-            count = state[0]
-            leaves[count] = above
-            position[above] = count
-            state[0] = count + 1
+            leaves[last] = above
+            position[above] = last
+            state[0] = last + 1
     return int(want)

@@ -10,11 +10,53 @@ from typing import Any
 
 import numpy as np
 
-from ..jit import kernel
+from ..jit import helper, kernel
 from .workload import Nodes, Workload
 
 _DEPTH_BITS = 24
 """A rank is the number of the next request, and below it the depth."""
+
+
+@helper
+def _settle(rank: Any, heap: Any, place: Any, hole: Any, size: Any) -> None:
+    """Let what is at *hole* rise or sink to where it belongs."""
+    while hole > 0 and rank[heap[(hole - 1) >> 1]] < rank[heap[hole]]:
+        up = (hole - 1) >> 1
+        heap[hole], heap[up] = heap[up], heap[hole]
+        place[heap[hole]] = hole
+        hole = up
+    while 2 * hole + 1 < size:
+        down = 2 * hole + 1
+        if down + 1 < size and rank[heap[down + 1]] > rank[heap[down]]:
+            down += 1
+        if rank[heap[down]] <= rank[heap[hole]]:
+            break
+        heap[hole], heap[down] = heap[down], heap[hole]
+        place[heap[hole]] = hole
+        hole = down
+    place[heap[hole]] = hole
+
+
+@helper
+def _take_out(rank: Any, heap: Any, place: Any, node: Any, size: Any) -> Any:
+    """Take *node* out of the heap, if it is in it; returns the heap's size."""
+    hole = place[node]
+    if hole < 0:
+        return size
+    place[node] = -1
+    size -= 1
+    if hole < size:
+        heap[hole] = heap[size]
+        _settle(rank, heap, place, hole, size)
+    return size
+
+
+@helper
+def _put_in(rank: Any, heap: Any, place: Any, node: Any, size: Any) -> Any:
+    """Put *node* into the heap; returns the heap's size."""
+    heap[size] = node
+    _settle(rank, heap, place, size, size + 1)
+    return size + 1
 
 
 @kernel("i8(i4[::1], i8[::1], i4[::1], i4[::1], i4[::1], i8, i8[::1], i4[::1], i4[::1], i4[::1], b1[::1])")
@@ -32,60 +74,29 @@ def _optimum(
     cached: Any,
 ) -> int:
     """Hits of the optimum.  *heap* holds the leaves, the highest rank first; *place* is where in it each is, or -1."""
-
-    def settle(hole: Any, size: Any) -> None:
-        """Let what is at *hole* rise or sink to where it belongs."""
-        while hole > 0 and rank[heap[(hole - 1) >> 1]] < rank[heap[hole]]:
-            up = (hole - 1) >> 1
-            heap[hole], heap[up] = heap[up], heap[hole]
-            place[heap[hole]] = hole
-            hole = up
-        while 2 * hole + 1 < size:
-            down = 2 * hole + 1
-            if down + 1 < size and rank[heap[down + 1]] > rank[heap[down]]:
-                down += 1
-            if rank[heap[down]] <= rank[heap[hole]]:
-                break
-            heap[hole], heap[down] = heap[down], heap[hole]
-            place[heap[hole]] = hole
-            hole = down
-        place[heap[hole]] = hole
-
     size = used = hits = 0
     for request in range(len(offsets) - 1):
-        at = offsets[request]
-        end = offsets[request + 1]
-        tip = -1
+        at, end, tip = offsets[request], offsets[request + 1], -1
         while at < end and cached[nodes[at]]:
             tip = nodes[at]
             rank[tip] = (uses[at] << _DEPTH_BITS) | depths[tip]
             at += 1
         hits += at - offsets[request]
-        if tip >= 0 and place[tip] >= 0:  # what the request uses cannot leave
-            hole = place[tip]
-            place[tip] = -1
-            size -= 1
-            if hole < size:
-                heap[hole] = heap[size]
-                settle(hole, size)
+        if tip >= 0:  # what the request uses cannot leave
+            size = _take_out(rank, heap, place, tip, size)
         while at < end:
             if used >= capacity:
                 if size == 0 or uses[at] >= rank[heap[0]] >> _DEPTH_BITS:
                     break
                 victim = heap[0]
-                place[victim] = -1
+                size = _take_out(rank, heap, place, victim, size)
                 cached[victim] = False
                 used -= 1
                 above = parents[victim]
                 if above >= 0:
                     children[above] -= 1
-                if above >= 0 and children[above] == 0 and above != tip:
-                    heap[0] = above  # a leaf now
-                else:
-                    size -= 1
-                    heap[0] = heap[size]
-                if size > 0:
-                    settle(0, size)
+                    if children[above] == 0 and above != tip:
+                        size = _put_in(rank, heap, place, above, size)
             node = nodes[at]
             cached[node] = True
             used += 1
@@ -95,9 +106,7 @@ def _optimum(
             tip = node
             at += 1
         if tip >= 0 and children[tip] == 0:
-            heap[size] = tip
-            size += 1
-            settle(size - 1, size)
+            size = _put_in(rank, heap, place, tip, size)
     return hits
 
 
