@@ -66,7 +66,7 @@ def run_sessions(progress: Progress | None = None, quick: bool = False) -> list[
     """Rows ``threads``, ``sessions``, ``turns_per_s``, ``ratio`` (to one thread), ``cpu_ms`` (a turn): medians."""
     progress = progress or quiet
     jit.warm_up()
-    rounds, turns = (3, 400) if quick else (9, 4000)
+    rounds, turns = (3, 400) if quick else (7, 1600)
     spec = BlockSpec(dtype=KVDtype.F16, num_layers=4, num_kv_heads=2, head_dim=64, block_tokens=16)
     size_gb = SESSIONS * MOST // 2 * spec.slot_bytes / GIB
     with CacheManager(CPUBackend(size_gb=size_gb, huge_pages=False), name="bench") as manager:
