@@ -211,10 +211,8 @@ class KeySpace:
         return self._context.chain.leases.holds(match.request_id, match.lease)
 
     def serve(self, match: Match, blocks: int, *, declined: bool = False) -> None:
-        """For engines that load by :meth:`plan_load`: the leading *blocks* of *match* are not computed again.
-
-        *declined*: the others are, because that was judged faster.
-        """
+        """For engines that plan loads: the leading *blocks* of *match* are used; the others are computed, by choice
+        where they were *declined*."""
         lease = self._context.chain.leases.find(match.request_id, match.lease)
         if lease is not None:
             lease.usage.served = blocks

@@ -169,3 +169,15 @@ def test_waiting_for_the_index_is_measured(open_cache: Opener) -> None:
     thread.join()
     waits = [row for row in cache.manager.state()["durations"] if row["operation"] == "lock_wait"]
     assert [(row["tier"], row["count"]) for row in waits] == [("cpu", 1)]
+
+
+def test_what_a_codec_stores_is_counted(over: DiskOpener, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Encryption keeps the size, so its ratio is 1; the metric says which codec it was."""
+    pytest.importorskip("cryptography")
+    monkeypatch.setenv("KEY_OF_THE_TEST", "ab" * 32)
+    cache = over(key_env="KEY_OF_THE_TEST")
+    cache.save(tokens_of(1, 6))
+    (codec,) = cache.counted("encoded")
+    samples = {s.name: s.value for f in cache.manager.registry.collect() for s in f.samples if s.labels.get("codec")}
+    assert codec == cache.disk.codec.name  # type: ignore[union-attr]
+    assert samples == {"kvcache_factory_encoded_blocks_total": 6, "kvcache_factory_codec_ratio": 1.0}

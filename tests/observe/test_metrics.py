@@ -230,3 +230,26 @@ def test_an_engine_in_another_process_is_shown_by_its_client() -> None:
     assert exported(manager.registry)["kvcache_factory_leases_expired_total", frozenset({(MANAGER, "chat")})] == 1
     manager.close()
     other.close()
+
+
+def test_a_remote_level_is_shown_with_its_breaker() -> None:
+    """It has no tier's bytes, but it can be down, and work can wait for it."""
+    manager = CacheManager()
+    state = {
+        **manager.state(),
+        "remote": {
+            "tier": "remote",
+            "breaker": "open",
+            "out_of_service": False,
+            "operations_in_flight": 3,
+            "waiting_jobs": 7,
+        },
+    }
+    there: Any = type("There", (), {"config": manager.config, "state": lambda self: state})()
+    registry = CollectorRegistry()
+    registry.register(ManagerCollector(lambda: {"default": there}))
+    assert value(registry, "breaker_open", tier="remote", breaker="calls") == 1
+    assert value(registry, "breaker_open", tier="remote", breaker="abandoned") == 0
+    assert value(registry, "remote_running_operations", tier="remote") == 3
+    assert value(registry, "io_queued_jobs", lane="remote") == 7
+    manager.close()

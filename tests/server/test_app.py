@@ -67,6 +67,20 @@ def test_state_is_the_managers_with_what_the_page_draws(site: Site) -> None:
     assert isinstance(manager["history"], list)
 
 
+def test_sessions_in_an_engines_process_are_shown(site: Site) -> None:
+    """Of a session that both know, what it holds where the blocks are; the steering process holds none."""
+    manager, there = site.cache.manager, CacheManager()
+    for name in ("here", "both"):
+        manager.create_session(name)
+    for name in ("both", "there"):
+        there.create_session(name)
+    there.session("both").requests = 7
+    manager.follow(type("There", (), {"call": lambda self, verb, *args: there.state() if verb == "state" else None})())
+    rows = site.get("/state").data["managers"][0]["sessions"]
+    assert {row["session"]: row["requests"] for row in rows} == {"here": 0, "both": 7, "there": 0}
+    there.close()
+
+
 def test_pages_allow_no_foreign_content(site: Site) -> None:
     """No script, style or connection but our own; nothing of the page names another server."""
     for path in ("/", "/page.css", "/page.js"):

@@ -176,7 +176,7 @@ class SessionMachine(RuleBasedStateMachine):
         """In bytes of each tier, and by the books' own account."""
         assert self.manager.check() == []
         for session in self.manager.state()["sessions"]:
-            for tier, most in session["quota_bytes"].items():
+            for tier, most in session["tier_quota_bytes"].items():
                 assert session["tier_bytes"][tier] <= most
         for group in self.manager.state()["session_groups"]:
             most = {"tenant=x": self.tenant_quota, "tenant=y": self.tenant_quota, "total": self.total_quota}

@@ -259,7 +259,8 @@ class LastingTier(Tier):
         for slot, into in zip(slots.tolist(), staged.tolist(), strict=True):
             codec.encode(staging.spec, source[slot], encoded[into])
         done = self.store.write(rows, staging.memory, staged, 0, depths=self.index.depth[rows])
-        self.count(Event.ENCODED, done, codec.name)
+        if done and self.spec is not None:
+            self.ledger.add(self.name, Event.ENCODED, done, done * self.spec.payload_bytes, codec.name)
         return done
 
     def _clear_other_class(self) -> None:

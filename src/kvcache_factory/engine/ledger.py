@@ -64,7 +64,7 @@ class Event(StrEnum):
     DEMOTED = "demoted"
     PROMOTED = "promoted"
     ENCODED = "encoded"
-    """Written by way of a codec, which is the reason; bytes as they were stored."""
+    """Written by way of a codec, which is the reason; bytes of payload as they were stored."""
     DECIDED = "decided"
     """Loads that were weighed against computing: ``load``, ``recompute``, or ``explore`` against the prediction."""
     LEASE_EXPIRED = "lease_expired"

@@ -131,13 +131,15 @@ class Session:
         up at a quota, *refused_blocks* what was not stored or not charged because of one.
         """
         held = self.measure(self)
+        quotas = {tier: size for tier in held if (size := self.quota.bytes_in(tier)) is not None}
         return {
             "session": self.id,
             "labels": dict(self.labels),
             "blocks": len(self.held),
             "bytes": sum(held.values()),
             "tier_bytes": held,
-            "quota_bytes": {tier: size for tier in held if (size := self.quota.bytes_in(tier)) is not None},
+            "quota_bytes": sum(quotas.values()) or None,
+            "tier_quota_bytes": quotas,
             "on_quota": self.on_quota,
             "pinned": self.pinned,
             "ttl_s": self.ttl_s,

@@ -52,7 +52,7 @@ def test_sessions_are_made_under_the_same_rules(engine: tuple[SmallCache, Client
         True,
         "refuse",
     )
-    assert stats["quota_bytes"] == {"cpu": 1 << 29}
+    assert stats["tier_quota_bytes"] == {"cpu": stats["quota_bytes"]} == {"cpu": 1 << 29}
     parent.pin_session("s", False)
     assert not there.session("s").pinned
     parent.destroy_session("s")
