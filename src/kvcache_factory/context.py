@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING
 from .engine.chain import TierChain
 from .engine.inside import HERE
 from .engine.ledger import MANAGER, Event, Ledger
+from .memory.agreement import Agreement
 from .observe.log import LimitedLog
+from .observe.profiling import Profiling, profile
 from .observe.record import Recorder
 from .policy.base import Importance
 from .session import Keeper
@@ -30,6 +32,9 @@ class Context:
         self.sessions = sessions
         self.number = number
         self.recorder: Recorder | None = None
+        self.profiling: Profiling | None = None
+        self.agreement: Agreement | None = None
+        """What keeps the ranks of a tensor-parallel engine together."""
         self.bypassed = False
         self.scorer: Importance | None = None
         """What tells how important blocks are, where the policy has such a hook."""
@@ -53,6 +58,18 @@ class Context:
         if self.recorder is not None:
             with self.guarded("record"):
                 self.recorder.close()
+
+    def begin_profiling(self) -> None:
+        """Push profiles of this process from now on, if the configuration says so."""
+        with self._lock:
+            if self.config.profiling_server and self.profiling is None:
+                self.profiling = profile(self.config.profiling_server)
+
+    def end_profiling(self) -> None:
+        """Push what is left, unless another manager goes on; idempotent."""
+        if self.profiling is not None:
+            with self.guarded("profile"):
+                self.profiling.end()
 
     def guarded(self, verb: str, *, timed: bool = True) -> Guard:
         """Count and log whatever is raised inside instead of letting it reach the engine; measure the time if asked.

@@ -5,9 +5,10 @@ In the engine's path nothing raises: whatever fails is counted, logged once in a
 
 from __future__ import annotations
 
+import time
 import weakref
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from msgspec.structs import replace
 
@@ -20,13 +21,14 @@ from .context import Context
 from .engine.io import Ticket
 from .engine.ledger import MANAGER, Event
 from .errors import ConfigError, LayoutError
+from .memory.agreement import Agreement
 from .memory.region import BlockPositions, Region
 from .policy.base import RequestHint, ReuseHint
 from .session import current_session
 from .session.book import Charge
 
-if TYPE_CHECKING:
-    pass
+MAX_WAIT_S = 2.0
+"""Longest time that a look-up waits for a remote level."""
 
 
 class KeySpace:
@@ -56,7 +58,8 @@ class KeySpace:
 
     def chain(self, tokens: Any = (), media: Sequence[MediaSpan] = ()) -> KeyChain:
         """The keys of *tokens* (list, array or tensor of integers); TokenError when they are not token ids."""
-        chain = KeyChain(self.identity, builder=self._context.config.key_builder, media=media)
+        config = self._context.config
+        chain = KeyChain(self.identity, builder=config.key_builder, media=media, max_tokens=config.max_tokens)
         chain.extend(tokens)
         return chain
 
@@ -102,6 +105,8 @@ class KeySpace:
             elif context.bypassed and limit:
                 context.ledger.add(MANAGER, Event.ASKED, limit)
                 context.ledger.add(MANAGER, Event.MISS, limit, reason="bypassed")
+        if context.agreement is not None:
+            match = self._agreed(context.agreement, match)
         self._charge(session, chain, match.blocks, used=True)
         if context.recorder is not None:
             with context.guarded("record"):
@@ -109,6 +114,13 @@ class KeySpace:
                 said = self._hint(session, reuse_hint).reuse
                 context.recorder.asked(request_id, chain.keys, chain.num_tokens, owner, said)
         return match
+
+    def _agreed(self, agreement: Agreement, match: Match) -> Match:
+        """What every rank has of it; asked for every request, found or not, since all ranks must ask equally often."""
+        least = 0
+        with self._context.guarded("agree"):
+            least = agreement.least(match.blocks)
+        return match.shortened(least, "not_on_every_rank")
 
     def load(self, match: Match, region: Region, positions: BlockPositions) -> int:
         """Copy the blocks of *match*, from number 0 on, to *positions* of *region*.
@@ -257,6 +269,19 @@ class KeySpace:
                 ticket = self._context.chain.finding.prefetch(chain, self.root, wait_s)
         return ticket
 
+    def ask_remotely(self, chains: Sequence[KeyChain], wait_s: float = MAX_WAIT_S) -> None:
+        """Bring what the remote level, if there is one, holds of *chains* to memory; waits at most *wait_s* seconds.
+
+        For engines that cannot do anything else meanwhile; :meth:`match` then finds what has come.
+        """
+        if not self.asks_remotely:
+            return
+        end = time.monotonic() + wait_s
+        tickets = [self.prefetch(chain, wait_s) for chain in chains]
+        for ticket in tickets:
+            if ticket is not None:
+                ticket.wait(max(end - time.monotonic(), 0))
+
     def refresh(self) -> Ticket | None:
         """Begin to learn what other processes have stored; None when what is known is young enough."""
         ticket = None
@@ -264,6 +289,10 @@ class KeySpace:
             if self._context.chain.is_open:
                 ticket = self._context.chain.finding.refresh_if_stale()
         return ticket
+
+    def soon(self, work: Callable[[], object]) -> None:
+        """Run *work* now or, where a destructor asks in the middle of something, when the next verb has ended."""
+        self._context.soon(work)
 
     def drop(self, chain: KeyChain, first: int = 0) -> int:
         """Drop the blocks of *chain* from number *first* on, and all that was built on them; returns how many."""

@@ -63,8 +63,9 @@ class Finding:
             self.ledger.add_both(MANAGER, ASKED, HIT, limit, covered)
         if counted and covered < limit:
             self.ledger.add(MANAGER, Event.MISS, limit - covered, reason=reason)
-        lease = self.leases.open(request_id, pins, self._usage(chain, limit, covered) if counted else None)
-        self.flow.settle()
+        with self.flow.stages(MANAGER, "match_lease"):
+            lease = self.leases.open(request_id, pins, self._usage(chain, limit, covered) if counted else None)
+            self.flow.settle()
         tokens = covered * chain.identity.block_tokens
         stored = any(self.tiers[segment.tier].store.memory is None for segment in segments)
         view = view_of(chain, covered) if stored else None
@@ -115,7 +116,8 @@ class Finding:
         for number, tier in enumerate(self.tiers):
             if covered == limit:
                 break
-            found = tier.index.match(chain, root, limit, worst, hint)
+            with self.flow.stages(tier.name, "match_find"):
+                found = tier.index.match(chain, root, limit, worst, hint)
             served = max(len(found.rows) - covered, 0)
             if counted:
                 self.ledger.add_both(tier.name, ASKED, HIT, limit - covered, served, tier.block_bytes)
