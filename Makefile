@@ -34,6 +34,7 @@ help:
 	@echo "make lint    ruff, mypy, import-linter        make format   apply ruff"
 	@echo "make bench   the benchmark tables             make soak     the long tests"
 	@echo "make setup   create the environments          make clean    remove what was built"
+	@echo "make setup-watchers   install prometheus and chromium for tests of metrics and the page (Debian, as root)"
 	@echo "make setup-system   install redis-server and etcd for the tests of connectors (Debian, as root)"
 
 setup: setup-system $(STAMP) $(VLLM_STAMP) $(TRITON_STAMP) $(INFINISTORE_STAMP)
@@ -137,7 +138,7 @@ demo: $(STAMP)
 	$(BIN)/kvcache-factory demo
 
 bench: $(STAMP)
-	for table in l1 match keys index policy disk timing ledger; do $(BIN)/kvcache-factory bench $$table; done
+	for table in l1 match keys index policy disk timing ledger sessions; do $(BIN)/kvcache-factory bench $$table; done
 
 soak: $(STAMP) $(VLLM_STAMP)
 	$(BIN)/python -m pytest -q -m soak

@@ -11,6 +11,7 @@ Decide here, move there: the indexes decide under their locks and hand out rows;
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -23,7 +24,7 @@ from ..errors import ClosedError, ConfigError
 from ..memory.ranges import find_ranges
 from .finding import Finding, view_of
 from .flow import Flow, FlowSettings
-from .io import IOPool
+from .io import IOPool, Lane, Ticket
 from .lasting import LastingTier
 from .lease import LeaseBook, Usage
 from .ledger import MANAGER, Event, Ledger
@@ -134,6 +135,19 @@ class TierChain:
     def is_open(self) -> bool:
         """Whether tiers are allocated and not closed."""
         return self._spec is not None and not self._closed
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was closed, open before or not."""
+        return self._closed
+
+    def in_background(self, job: Callable[[], object]) -> Ticket | None:
+        """Run *job* in a thread of the pool; None when there is no room for it."""
+        return self.flow.io.submit(Lane.STORE, job)
+
+    def wake_in(self, seconds: float, job: Callable[[], object]) -> None:
+        """Run *job* in a thread of the pool in so many *seconds*, unless an earlier job is to come first."""
+        self.flow.io.wake_at(time.monotonic() + seconds, job)
 
     def _landed(self, tip: int) -> None:
         assert self.remote is not None
