@@ -398,10 +398,11 @@ def test_codecs_that_cannot_work_are_refused_early(tmp_path: Path) -> None:
         manager.register(SPEC, tiny_identity(SPEC))
 
 
-def test_memory_above_a_remote_level_is_not_encoded() -> None:
-    """What copies out of whole slots would not find them: refused, not ignored."""
-    backend = HierarchicalBackend([CPUBackend(size_gb=16 * MIB), RemoteBackend(connector="MOCK")])
-    with pytest.raises(ConfigError, match="remote level"):
+def test_memory_that_blocks_leave_for_a_remote_level_is_not_encoded() -> None:
+    """The engine would have to wait for decoding: refused, not ignored."""
+    remote = RemoteBackend(connector="MOCK", ingestion="evicted")
+    backend = HierarchicalBackend([CPUBackend(size_gb=16 * MIB), remote])
+    with pytest.raises(ConfigError, match="evicted"):
         CacheManager(backend, compression_policy=CompressionPolicy())
 
 

@@ -89,6 +89,28 @@ def parse_codec(text: str) -> BlockCodec:
     return make_codec(name.strip(), **options)
 
 
+LOSSLESS = "bf16x"
+"""What general compressors are asked for: as small as KV gets without loss.  Alone, they gain next to nothing on it."""
+_GENERAL = {"zstd", "zstandard", "zlib", "gzip", "deflate", "lz4", "snappy", "lzma", "brotli", "zipnn", "bf16x"}
+_NONE = {"", "none", "off", "raw"}
+
+
+def named_codec(text: str) -> str | None:
+    """What *text*, in any case, asks for, as :func:`parse_codec` takes it; None for no codec.
+
+    The name of a general compressor means :data:`LOSSLESS`.  Raises ConfigError for what is no codec.
+    """
+    word = text.strip().lower()
+    if word in _NONE:
+        return None
+    if word in _GENERAL:
+        return LOSSLESS
+    name, colon, rest = text.strip().partition(":")
+    found = (name if name in _CODECS else name.lower()) + colon + rest
+    parse_codec(found)
+    return found
+
+
 def _number(text: str) -> Any:
     for kind in (int, float):
         with contextlib.suppress(ValueError):

@@ -11,15 +11,15 @@ from ..errors import ConfigError
 METHODS = {"raw", "bf16x", "int8", "fp8", "int4g", "rot4", "pca", "low_rank"}
 """Names of codecs; :func:`kvcache_factory.registry.register_codec` adds to them."""
 
-_LEVELS = ("gpu", "cpu", "disk")
+_LEVELS = ("gpu", "cpu", "disk", "remote")
 
 
 class CompressionPolicy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Encodes blocks by *method* once enough tokens follow them.
 
-    In memory, a block is encoded where it is, in the background, and takes as much less room as its codec saves; on a
-    disk it is encoded on its way there.  What a lossy method has touched is served to this manager's own requests,
-    and marked for everybody else.
+    In memory, a block is encoded where it is, in the background, and takes as much less room as its codec saves; for a
+    disk or a remote level it is encoded on its way there.  What a lossy method has touched is served to this manager's
+    own requests, and marked for everybody else.
     """
 
     method: str = "int8"
@@ -29,7 +29,7 @@ class CompressionPolicy(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     options: dict[str, Any] = {}
     """Parameters of the codec."""
     tiers: tuple[str, ...] | None = None
-    """Kinds of levels that it is about ("gpu", "cpu", "disk"); None: all."""
+    """Kinds of levels that it is about ("gpu", "cpu", "disk", "remote"); None: all but a remote one."""
     keep_first: int = 1
     """Blocks at the beginning of a chain that stay exact: the first tokens are attention sinks."""
     keep_recent: int = 64
@@ -56,7 +56,7 @@ class CompressionPolicy(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
 
     def applies_to(self, kind: str) -> bool:
         """Whether it is about levels of *kind*."""
-        return self.method != "raw" and (self.tiers is None or kind in self.tiers)
+        return self.method != "raw" and (kind != "remote" if self.tiers is None else kind in self.tiers)
 
 
 def _check(name: str, value: object, kind: type | tuple[type, ...], unit: str) -> None:
