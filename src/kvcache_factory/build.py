@@ -30,6 +30,7 @@ from .codec.base import BlockCodec
 from .codec.calibration import tables_directory
 from .codec.coder import Coder
 from .codec.keys import load_key
+from .codec.layers import Layers
 from .codec.names import make_codec, parse_codec
 from .config import ManagerConfig
 from .connector.base import Connector, ConnectorConfig
@@ -198,7 +199,10 @@ def coding_of(
         max_hits=policy.max_hits,
         when_full=when_full,
     )
-    return make_codec(policy.method, **policy.options), rule
+    codec = make_codec(policy.method, **policy.options)
+    if policy.layers is not None:
+        codec = Layers(first=policy.layers[0], end=policy.layers[1], inside=codec)
+    return codec, rule
 
 
 def leave_notes(backend: Backend, identity: Identity) -> None:

@@ -406,6 +406,22 @@ def test_memory_that_blocks_leave_for_a_remote_level_is_not_encoded() -> None:
         CacheManager(backend, compression_policy=CompressionPolicy())
 
 
+@pytest.mark.parametrize("on_disk", [False, True], ids=["memory", "disk"])
+def test_only_a_range_of_layers_is_encoded(opened: Any, tmp_path: Path, on_disk: bool) -> None:
+    """The other layer comes back bit for bit."""
+    policy = CompressionPolicy(threshold_step=0, keep_recent=0, layers=(1, 2))
+    cache = opened(levels(tmp_path) if on_disk else gpu(), compression_policy=policy)
+    cache.save(TOKENS)
+    if on_disk:
+        assert cache.manager.evict(BLOCKS) == BLOCKS
+    errors = cache.load(TOKENS)
+    assert len(errors) == BLOCKS
+    assert errors[0] == 0.0
+    assert all(0 < error < 0.01 for error in errors[1:])
+    assert np.array_equal(cache.here.block(3)[0], cache.there.block(3)[0])
+    assert cache.count("encoded", "layers") == BLOCKS - 1
+
+
 def test_descriptions_make_the_trip_through_data(tmp_path: Path) -> None:
     policy = CompressionPolicy("int4g", options={"group": 16}, tiers=("cpu",), keep_first=2)
     manager = CacheManager(levels(tmp_path, "bf16x"), compression_policy=policy)

@@ -55,14 +55,20 @@ class BlockCodec(ABC):
     Constructing one is a description; :meth:`open` loads libraries and tables.
     """
 
-    name: ClassVar[str] = ""
-    lossy: ClassVar[bool] = True
-    largest_ratio: ClassVar[float] = 2.0
+    name: str = ""
+    lossy: bool = True
+    largest_ratio: float = 2.0
     """How many times smaller it makes payloads at most, as a guess."""
 
     @abstractmethod
     def options(self) -> dict[str, Any]:
         """What it was constructed with, as plain data."""
+
+    def again(self) -> BlockCodec:
+        """Another one that does the same, unopened."""
+        made: Any = type(self)
+        codec: BlockCodec = made(**self.options())
+        return codec
 
     @abstractmethod
     def open(self, spec: BlockSpec) -> None:
