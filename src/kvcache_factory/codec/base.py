@@ -115,6 +115,9 @@ class PayloadCoder(ABC):
     def encode(self, payload: Bytes, layout: Layout, position: int) -> Encoded | str:
         """See :meth:`BlockCodec.encode`."""
 
+    def check_model(self, fingerprint: str) -> None:  # noqa: B027  most codecs are for any model
+        """Raises ConfigError where the codec is for another model than that of *fingerprint*."""
+
     @property
     @abstractmethod
     def name(self) -> str:

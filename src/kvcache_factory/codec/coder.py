@@ -49,9 +49,19 @@ class Coder(PayloadCoder):
         if self.codec is not None:
             want_late()
             self.codec.open(spec)
-            first = self.codec.first if isinstance(self.codec, Chain) else self.codec
-            if isinstance(first, SpectralCodec) and self._places:
-                _leave_table(Path(first.table or ""), self._places[0])
+            if self._calibrated is not None and self._places:
+                _leave_table(Path(self._calibrated.table or ""), self._places[0])
+
+    @property
+    def _calibrated(self) -> SpectralCodec | None:
+        """What needs a calibration to encode."""
+        first = self.codec.first if isinstance(self.codec, Chain) else self.codec
+        return first if isinstance(first, SpectralCodec) else None
+
+    def check_model(self, fingerprint: str) -> None:
+        codec = self._calibrated
+        if codec is not None:
+            codec.calibration.check_model(fingerprint, codec.table or "")
 
     @property
     def name(self) -> str:
