@@ -20,10 +20,13 @@ VLLM_PIP := $(VLLM)/bin/python -m pip --disable-pip-version-check
 # Triton is a gigabyte and only needed to check the kernel for GPUs, in its interpreter: beside the environments.
 TRITON := .venv-triton
 TRITON_STAMP := $(TRITON)/.lock-$(shell tr -dc '[:alnum:].' < requirements-triton.lock)
+# InfiniStore's package (client and server) wants a uvloop of its own; beside the environments too.
+INFINISTORE := .venv-infinistore
+INFINISTORE_STAMP := $(INFINISTORE)/.lock-$(shell tr -dc '[:alnum:].' < requirements-infinistore.lock)
 WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal
 
-.PHONY: setup test test-vllm lint format demo bench soak clean help
+.PHONY: setup setup-system test test-vllm lint format demo bench soak clean help
 
 help:
 	@echo "make demo    run the main job: a conversation, without and with the cache"
@@ -31,8 +34,22 @@ help:
 	@echo "make lint    ruff, mypy, import-linter        make format   apply ruff"
 	@echo "make bench   the benchmark tables             make soak     the long tests"
 	@echo "make setup   create the environments          make clean    remove what was built"
+	@echo "make setup-system   install redis-server and etcd for the tests of connectors (Debian, as root)"
 
-setup: $(STAMP) $(VLLM_STAMP) $(TRITON_STAMP)
+setup: setup-system $(STAMP) $(VLLM_STAMP) $(TRITON_STAMP) $(INFINISTORE_STAMP)
+
+# Servers for the tests of connectors and clusters.  Where they cannot be had, those tests are skipped and say so.
+SYSTEM := redis-server redis-cli etcd openssl cc
+setup-system:
+	@missing=; test -e /usr/include/infiniband/verbs.h || missing=" libibverbs-dev"; for program in $(SYSTEM); do command -v $$program >/dev/null || missing="$$missing $$program"; done; \
+	if test -z "$$missing"; then exit 0; fi; \
+	if test "$$(id -u)" != 0 || ! command -v apt-get >/dev/null; then \
+	  echo "note: missing:$$missing (only root on Debian can install them here); the tests that need them will be skipped"; \
+	  exit 0; \
+	fi; \
+	export DEBIAN_FRONTEND=noninteractive; \
+	{ apt-get update -q && apt-get install -q -y --no-install-recommends redis-server redis-tools etcd-server openssl gcc libc6-dev libibverbs-dev; } >/dev/null || \
+	  echo "note:$$missing could not be installed (no network?); the tests that need them will be skipped"
 
 $(STAMP): $(LOCKS)
 	$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11) and 'Python 3.11 or later is needed; say make PYTHON=python3.11')"
@@ -70,6 +87,12 @@ $(TRITON_STAMP): requirements-triton.lock $(STAMP)
 	  echo "note: Triton cannot be had here; the check of the kernel for GPUs will be skipped"
 	touch $@
 
+$(INFINISTORE_STAMP): requirements-infinistore.lock $(STAMP)
+	rm -rf $(INFINISTORE) && mkdir $(INFINISTORE)
+	$(PIP) install -q --no-deps --target $(INFINISTORE) -r $< || \
+	  echo "note: InfiniStore's package cannot be had here; its connector is tested with a stand-in only"
+	touch $@
+
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -81,7 +104,7 @@ format: $(STAMP)
 	$(BIN)/ruff format .
 
 # The closing run is the whole suite; before it, what must also hold without numba and on the oldest Transformers.
-test: $(STAMP) $(VLLM_STAMP) $(TRITON_STAMP) lint
+test: setup-system $(STAMP) $(VLLM_STAMP) $(TRITON_STAMP) $(INFINISTORE_STAMP) lint
 	KVCACHE_FACTORY_NO_NUMBA=1 $(PYTEST) tests/memory $(wildcard tests/engine)
 	PYTHONPATH=$(TF4) $(PYTEST) tests/integration/transformers
 	TRITON_INTERPRET=1 PYTHONPATH=$(TRITON) $(BIN)/python -m pytest -q tests/memory/test_launch.py
@@ -98,12 +121,12 @@ demo: $(STAMP)
 	$(BIN)/kvcache-factory demo
 
 bench: $(STAMP)
-	for table in l1 match keys index policy disk; do $(BIN)/kvcache-factory bench $$table; done
+	for table in l1 match keys index policy disk timing; do $(BIN)/kvcache-factory bench $$table; done
 
 soak: $(STAMP) $(VLLM_STAMP)
 	$(BIN)/python -m pytest -q -m soak
 	$(VLLM)/bin/python -m pytest -q -m soak tests/integration/vllm
 
 clean:
-	rm -rf $(VENV) $(TF4) $(VLLM) $(TRITON) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(TF4) $(VLLM) $(TRITON) $(INFINISTORE) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -12,6 +12,7 @@ import kvcache_factory
 NOUNS = {
     "ARCEvictionPolicy",
     "AdaptivePolicy",
+    "BlockHandle",
     "BlockSpec",
     "CPUBackend",
     "CacheManager",
@@ -28,6 +29,7 @@ NOUNS = {
     "LFUEvictionPolicy",
     "LRUEvictionPolicy",
     "MQEvictionPolicy",
+    "OffloadingManager",
     "RemoteBackend",
     "S3FIFOEvictionPolicy",
     "SIEVEEvictionPolicy",

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         UnsupportedGenerationError,
     )
     from .manager import CacheManager
+    from .offloading import BlockHandle, OffloadingManager
     from .policy.adaptive import AdaptivePolicy
     from .policy.arc import ARCEvictionPolicy, MQEvictionPolicy
     from .policy.base import EvictionPolicy
@@ -64,6 +65,7 @@ _HOMES = {
         "UnsupportedGenerationError",
     ),
     "manager": ("CacheManager",),
+    "offloading": ("BlockHandle", "OffloadingManager"),
     "policy.adaptive": ("AdaptivePolicy",),
     "policy.arc": ("ARCEvictionPolicy", "MQEvictionPolicy"),
     "policy.base": ("EvictionPolicy",),
@@ -81,6 +83,7 @@ _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 __all__ = [  # noqa: RUF022  the nouns first, then the errors
     "ARCEvictionPolicy",
     "AdaptivePolicy",
+    "BlockHandle",
     "BlockSpec",
     "CPUBackend",
     "CacheManager",
@@ -97,6 +100,7 @@ __all__ = [  # noqa: RUF022  the nouns first, then the errors
     "LFUEvictionPolicy",
     "LRUEvictionPolicy",
     "MQEvictionPolicy",
+    "OffloadingManager",
     "RemoteBackend",
     "S3FIFOEvictionPolicy",
     "SIEVEEvictionPolicy",

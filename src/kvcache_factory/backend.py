@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from .cluster.opening import MetaServiceBackend
 from .errors import CapacityError, ConfigError
 
 GIB = 1 << 30
@@ -142,6 +143,8 @@ class RemoteBackend(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag
     """Fewest missing blocks for which it is asked."""
     double_get_ratio: float = 0.1
     """Least share of missing blocks (0..1) for which it is asked."""
+    meta_service: MetaServiceBackend | None = None
+    """Where the servers are listed, when there are several; they share the keys."""
     strict_sync: bool = False
     """Let whoever stores a block wait until it is written, within the deadline."""
 

@@ -24,6 +24,7 @@ from .backend import (
     levels_of,
 )
 from .block.identity import Identity
+from .cluster.opening import open_cluster
 from .codec.aesgcm import AesGcm
 from .codec.keys import load_key
 from .config import ManagerConfig
@@ -75,6 +76,7 @@ def build_chain(
         integrity=config.integrity,
         lease_max_age_s=config.lease_max_age_s,
         io_threads=config.io_threads or _io_threads(levels),
+        measure_stages=config.enable_metrics and config.measure_stages,
     )
     if isinstance(config.backend, HierarchicalBackend):
         marks = config.backend
@@ -114,6 +116,8 @@ def _remote(
 
 def _connector(level: RemoteBackend, executor: Executor) -> Connector[bytes, Any]:
     config = ConnectorConfig(level.connector, level.namespace, "0", executor)
+    if level.meta_service is not None:
+        return open_cluster(config, level.options, level.meta_service)
     return create_connector(config, level.options)
 
 

@@ -8,6 +8,7 @@ import msgspec
 
 from .backend import Backend, CPUBackend
 from .block.key import KEY_BUILDERS
+from .block.spec import DEFAULT_BLOCK_TOKENS, storage_block_tokens
 from .errors import ConfigError
 from .policy.compression import CompressionPolicy
 
@@ -48,6 +49,16 @@ class ManagerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     """A request that holds blocks longer than this loses its lease."""
     io_threads: int = 0
     """Threads that copy between tiers; 0: four where one is a disk, else one."""
+    block_tokens: int = 0
+    """Tokens of a storage block where the adapter is told none; 0: the engine's, at least 64; -1: the engine's."""
+    max_tokens: int = -1
+    """Tokens of a prompt past this are neither stored nor looked up, in whole blocks; -1: no limit."""
+    chunk_tokens: int = 0
+    """Tokens that an OffloadingManager moves in one operation; 0: 512."""
+    measure_stages: bool = False
+    """Measure the time of each stage of an operation, too; with enable_metrics."""
+    profiling_server: str = ""
+    """Address of a Pyroscope server to which profiles of this process are pushed while the manager is open."""
     record: str | None = None
     """File to which requests are recorded for the simulator, without tokens and with salted keys."""
 
@@ -63,8 +74,28 @@ class ManagerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
             raise ConfigError(f"lease_max_age_s={self.lease_max_age_s!r}: give seconds above 0")
         if not isinstance(self.io_threads, int) or not 0 <= self.io_threads <= 64:
             raise ConfigError(f"io_threads={self.io_threads!r}: use 1 to 64, or 0 for what fits the backend")
+        if type(self.block_tokens) is not int or self.block_tokens < -1:
+            raise ConfigError(
+                f"block_tokens={self.block_tokens!r}: give tokens, 0 for at least 64, -1 for the engine's"
+            )
+        if type(self.max_tokens) is not int or not (self.max_tokens == -1 or self.max_tokens > 0):
+            raise ConfigError(f"max_tokens={self.max_tokens!r}: give tokens above 0, or -1 for no limit")
+        if type(self.chunk_tokens) is not int or self.chunk_tokens < 0:
+            raise ConfigError(f"chunk_tokens={self.chunk_tokens!r}: give tokens, or 0 for 512")
+        if self.profiling_server and not self.profiling_server.startswith(("http://", "https://")):
+            raise ConfigError(
+                f"profiling_server={self.profiling_server!r}: give an address such as http://localhost:4040"
+            )
         if self.record is not None and not (isinstance(self.record, str) and self.record):
             raise ConfigError(f"record={self.record!r}: give the path of a file, or None")
+
+    def storage_tokens(self, engine_tokens: int = 0) -> int:
+        """Tokens of a storage block beside an engine with blocks of *engine_tokens*; 0: it has none."""
+        if self.block_tokens > 0:
+            return self.block_tokens
+        if self.block_tokens < 0 and engine_tokens:
+            return engine_tokens
+        return storage_block_tokens(engine_tokens or DEFAULT_BLOCK_TOKENS)
 
     def _check_port(self) -> None:
         port = self.metrics_port

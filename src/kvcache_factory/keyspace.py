@@ -22,14 +22,19 @@ from .engine.inside import HERE
 from .engine.io import Ticket
 from .engine.ledger import MANAGER, Event, Ledger
 from .errors import ConfigError, LayoutError
+from .memory.agreement import Agreement
 from .memory.region import BlockPositions, Region
 from .observe.log import LimitedLog
+from .observe.profiling import Profiling, profile
 from .observe.record import Recorder
 from .policy.base import Importance, RequestHint, ReuseHint
 from .session import Session, SessionBook, current_session
 
 if TYPE_CHECKING:
     from .config import ManagerConfig
+
+MAX_WAIT_S = 2.0
+"""Longest time that a look-up waits for a remote level."""
 
 
 class Context:
@@ -44,6 +49,9 @@ class Context:
         self.sessions = sessions
         self.number = number
         self.recorder: Recorder | None = None
+        self.profiling: Profiling | None = None
+        self.agreement: Agreement | None = None
+        """What keeps the ranks of a tensor-parallel engine together."""
         self.bypassed = False
         self.scorer: Importance | None = None
         """What tells how important blocks are, where the policy has such a hook."""
@@ -67,6 +75,18 @@ class Context:
         if self.recorder is not None:
             with self.guarded("record"):
                 self.recorder.close()
+
+    def begin_profiling(self) -> None:
+        """Push profiles of this process from now on, if the configuration says so."""
+        with self._lock:
+            if self.config.profiling_server and self.profiling is None:
+                self.profiling = profile(self.config.profiling_server)
+
+    def end_profiling(self) -> None:
+        """Push what is left, unless another manager goes on; idempotent."""
+        if self.profiling is not None:
+            with self.guarded("profile"):
+                self.profiling.end()
 
     def guarded(self, verb: str) -> Guard:
         """Count and log whatever is raised inside instead of letting it reach the engine; measure the time if asked."""
@@ -154,7 +174,8 @@ class KeySpace:
 
     def chain(self, tokens: Any = (), media: Sequence[MediaSpan] = ()) -> KeyChain:
         """The keys of *tokens* (list, array or tensor of integers); TokenError when they are not token ids."""
-        chain = KeyChain(self.identity, builder=self._context.config.key_builder, media=media)
+        config = self._context.config
+        chain = KeyChain(self.identity, builder=config.key_builder, media=media, max_tokens=config.max_tokens)
         chain.extend(tokens)
         return chain
 
@@ -200,6 +221,8 @@ class KeySpace:
             elif context.bypassed and limit:
                 context.ledger.add(MANAGER, Event.ASKED, limit)
                 context.ledger.add(MANAGER, Event.MISS, limit, reason="bypassed")
+        if context.agreement is not None:
+            match = self._agreed(context.agreement, match)
         self._charge(session, chain, match.blocks, used=True)
         if context.recorder is not None:
             with context.guarded("record"):
@@ -207,6 +230,13 @@ class KeySpace:
                 said = self._hint(session, reuse_hint).reuse
                 context.recorder.asked(request_id, chain.keys, chain.num_tokens, owner, said)
         return match
+
+    def _agreed(self, agreement: Agreement, match: Match) -> Match:
+        """What every rank has of it; asked for every request, found or not, since all ranks must ask equally often."""
+        least = 0
+        with self._context.guarded("agree"):
+            least = agreement.least(match.blocks)
+        return match.shortened(least, "not_on_every_rank")
 
     def load(self, match: Match, region: Region, positions: BlockPositions) -> int:
         """Copy the blocks of *match*, from number 0 on, to *positions* of *region*.
@@ -351,6 +381,19 @@ class KeySpace:
                 ticket = self._context.chain.finding.prefetch(chain, self.root, wait_s)
         return ticket
 
+    def ask_remotely(self, chains: Sequence[KeyChain], wait_s: float = MAX_WAIT_S) -> None:
+        """Bring what the remote level, if there is one, holds of *chains* to memory; waits at most *wait_s* seconds.
+
+        For engines that cannot do anything else meanwhile; :meth:`match` then finds what has come.
+        """
+        if not self.asks_remotely:
+            return
+        end = time.monotonic() + wait_s
+        tickets = [self.prefetch(chain, wait_s) for chain in chains]
+        for ticket in tickets:
+            if ticket is not None:
+                ticket.wait(max(end - time.monotonic(), 0))
+
     def refresh(self) -> Ticket | None:
         """Begin to learn what other processes have stored; None when what is known is young enough."""
         ticket = None
@@ -358,6 +401,10 @@ class KeySpace:
             if self._context.chain.is_open:
                 ticket = self._context.chain.finding.refresh_if_stale()
         return ticket
+
+    def soon(self, work: Callable[[], object]) -> None:
+        """Run *work* now or, where a destructor asks in the middle of something, when the next verb has ended."""
+        self._context.soon(work)
 
     def drop(self, chain: KeyChain, first: int = 0) -> int:
         """Drop the blocks of *chain* from number *first* on, and all that was built on them; returns how many."""

@@ -7,6 +7,7 @@ import itertools
 import logging
 import os
 import weakref
+from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -20,9 +21,11 @@ from .engine.chain import TierChain
 from .engine.index import Index
 from .engine.inside import INSIDE
 from .engine.ledger import Ledger
+from .environment import compose
 from .errors import ConfigError, UnknownSessionError
 from .jit import warm_up_in_background
 from .keyspace import Context, KeySpace
+from .memory.agreement import Agreement
 from .observe.port import join_port
 from .observe.state import state_of
 from .policy.base import EvictionPolicy
@@ -78,9 +81,23 @@ class CacheManager:
         Seconds after which a request that never ended loses its hold on blocks.
     io_threads:
         Threads that copy between tiers; 0: four where one is a disk, else one.
+    block_tokens:
+        Tokens of a storage block where the adapter is told none; 0: the engine's block, at least 64; -1: the engine's.
+    max_tokens:
+        Tokens of a prompt past this are neither stored nor looked up; rounded down to whole blocks.  -1: no limit.
+    chunk_tokens:
+        Tokens that an OffloadingManager moves in one operation; 0: 512.
+    measure_stages:
+        With *enable_metrics*, measure the time of each stage of an operation, too.
+    profiling_server:
+        Address of a Pyroscope server to which profiles of this process are pushed while the manager is open.
     record:
         File to which each request is appended, for ``kvcache-factory replay``: no tokens, and keys under a salt that is
         not kept.
+    process_group:
+        A ``torch.distributed`` process group of tensor-parallel ranks with a manager each: what a match finds is what
+        every rank has, by one collective for each match.  All ranks must match the same requests in the same order.
+        No part of the configuration.
     """
 
     def __init__(
@@ -97,7 +114,13 @@ class CacheManager:
         key_builder: str = "ROLLING_HASH",
         lease_max_age_s: float = 600.0,
         io_threads: int = 0,
+        block_tokens: int = 0,
+        max_tokens: int = -1,
+        chunk_tokens: int = 0,
+        measure_stages: bool = False,
+        profiling_server: str = "",
         record: str | os.PathLike[str] | None = None,
+        process_group: Any = None,
     ) -> None:
         backend = backend if backend is not None else CPUBackend()
         policy = eviction_policy if eviction_policy is not None else LRUEvictionPolicy()
@@ -124,6 +147,11 @@ class CacheManager:
             key_builder=key_builder,
             lease_max_age_s=lease_max_age_s,
             io_threads=io_threads,
+            block_tokens=block_tokens,
+            max_tokens=max_tokens,
+            chunk_tokens=chunk_tokens,
+            measure_stages=measure_stages,
+            profiling_server=profiling_server,
             record=os.fspath(record) if isinstance(record, os.PathLike) else record,
         )
         self._number = next(_NUMBERS)
@@ -134,6 +162,7 @@ class CacheManager:
         self._chain = build_chain(self.config, policy, self._ledger, failures)
         self._context = Context(self.config, self._chain, self._ledger, self._sessions, self._number)
         self._context.scorer = policy.scorer
+        self._context.agreement = Agreement(process_group) if process_group is not None else None
         failures.context = self._context
         self._finalizer = weakref.finalize(self, _close, self._chain, self._context)
         self._remotes: list[Remote] = []
@@ -150,21 +179,36 @@ class CacheManager:
     @classmethod
     def from_config(cls, data: dict[str, Any]) -> CacheManager:
         """A manager from what :meth:`to_config` gave; a ConfigError names the path of what is wrong."""
-        config = parse_config(data)
-        return cls(
-            backend=config.backend,
-            eviction_policy=make_policy(config.eviction_policy.name, **config.eviction_policy.options),
-            compression_policy=config.compression_policy,
-            enable_metrics=config.enable_metrics,
-            metrics_port=config.metrics_port,
-            metrics_host=config.metrics_host,
-            name=config.name,
-            integrity=config.integrity,
-            key_builder=config.key_builder,
-            lease_max_age_s=config.lease_max_age_s,
-            io_threads=config.io_threads,
-            record=config.record,
-        )
+        return cls._made(parse_config(data), {})
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str] | None = None, **overrides: Any) -> CacheManager:
+        """A manager as ``AIBRIX_KV_CACHE_OL_*`` variables describe it, of the process unless *environ* is given.
+
+        *overrides* win: arguments of the constructor, or variables without the prefix in lower case
+        (``l1_cache_capacity_gb=4``).  What is not said is as documented: 10 GiB of DRAM, S3FIFO, the engine's block.
+        Raises ConfigError naming variable, value and what is allowed.
+        """
+        return cls._made(*compose(environ, None, overrides))
+
+    @classmethod
+    def from_file(
+        cls, path: str | os.PathLike[str], environ: Mapping[str, str] | None = None, **overrides: Any
+    ) -> CacheManager:
+        """A manager as a TOML or YAML file describes it, or a preset by its name (``"low_latency_chat"``).
+
+        The file says what :meth:`to_config` says.  Variables of the environment win over it, as in :meth:`from_env`
+        (``environ={}`` leaves them out), and *overrides* over both.  Raises ConfigError naming file and field.
+        """
+        return cls._made(*compose(environ, path, overrides))
+
+    @classmethod
+    def _made(cls, config: ManagerConfig, arguments: Mapping[str, Any]) -> CacheManager:
+        described = {name: getattr(config, name) for name in config.__struct_fields__} | dict(arguments)
+        policy = described["eviction_policy"]
+        if isinstance(policy, PolicyConfig):
+            described["eviction_policy"] = make_policy(policy.name, **policy.options)
+        return cls(**described)
 
     def __repr__(self) -> str:
         return f"CacheManager(backend={self.config.backend!r}, eviction_policy={self.policy!r})"
@@ -175,7 +219,8 @@ class CacheManager:
         """Open the manager for a model and return its key space.
 
         Raises ConfigError when spec and identity disagree or the geometry differs from an earlier model's,
-        CapacityError when not one block fits, DeviceError when a device is not there.
+        CapacityError when not one block fits, DeviceError when a device is not there, MissingDependencyError when what
+        the configuration needs is not installed.
         """
         if (identity.block_tokens, identity.kv_dtype) != (spec.block_tokens, spec.dtype.value):
             raise ConfigError(
@@ -184,6 +229,7 @@ class CacheManager:
             )
         self._chain.open(spec)
         self._context.begin_recording(spec.block_tokens)
+        self._context.begin_profiling()
         with self._context.guarded("note"):
             leave_notes(self.config.backend, identity)
         warm_up_in_background()
@@ -367,6 +413,7 @@ class CacheManager:
 def _close(chain: TierChain, context: Context) -> None:
     chain.close()
     context.end_recording()
+    context.end_profiling()
 
 
 class _Failures:

@@ -57,7 +57,7 @@ def main() -> None:
     """Be the fresh process."""
     restart.load_model = small_model
     restart.reference_text = short_text
-    restart.main(sys.argv[1:])
+    restart.main(sys.stdin.read())
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from tests.demo import small as room
 
@@ -33,7 +34,7 @@ def small(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -
 
     def played(options: restart.Options, said: Callable[[dict[str, Any], list[int]], None]) -> None:
         capsys.readouterr()
-        restart.main([json.dumps({name: getattr(options, name) for name in options.__struct_fields__})])
+        restart.main(msgspec.json.encode(options).decode())
         for line in capsys.readouterr().out.splitlines():
             told = json.loads(line)
             said(told["row"], told["answer"])
@@ -105,14 +106,14 @@ def test_progress_grows_to_the_end(small: None) -> None:
 def test_where_answers_part(cold: list[int], warm: list[int], at: int | None) -> None:
     """The first token that differs is named; an answer that only stops earlier parts at its end."""
     rows: list[dict[str, Any]] = [{"phase": "cold", "turn": 1}, {"phase": "warm", "turn": 1}]
-    run._compare(rows, {"cold": [cold], "warm": [warm]})
+    run.compare(rows, {"cold": [cold], "warm": [warm]})
     assert all(row["diverges_at"] == at and row["identical"] == (at is None) for row in rows)
 
 
 def test_a_cold_row_speaks_of_all_phases() -> None:
     """The answer without the cache is identical when all others are; each other row speaks for itself."""
     rows: list[dict[str, Any]] = [{"phase": phase, "turn": 1} for phase in run.PHASES]
-    run._compare(rows, {"cold": [[1, 2, 3]], "warm": [[1, 2, 3]], "restart": [[1, 2, 4]]})
+    run.compare(rows, {"cold": [[1, 2, 3]], "warm": [[1, 2, 3]], "restart": [[1, 2, 4]]})
     assert [row["identical"] for row in rows] == [False, True, False]
     assert [row["diverges_at"] for row in rows] == [2, None, 2]
 

@@ -10,6 +10,7 @@ import pytest
 from tests.engine.remote_harness import SHARE, SPEC, TOKENS, RemoteCache, caches
 
 from kvcache_factory import CPUBackend, DiskBackend, HierarchicalBackend, RemoteBackend
+from kvcache_factory.block.envelope import Fidelity
 from kvcache_factory.connector import mock
 from kvcache_factory.engine.ledger import Event
 from kvcache_factory.manager import CacheManager
@@ -51,6 +52,50 @@ def test_blocks_that_leave_in_the_background_are_written(opened: Any) -> None:
     left = cache.manager._ledger.total(Event.EVICTED, "cpu").blocks
     assert left > 0
     assert left == len(cache.settled()) == cache.manager._ledger.total(Event.EVICTED, "cpu", "kept_below").blocks
+
+
+@pytest.mark.parametrize("connector", [{}, {"use_rdma": True, "use_mput_mget": True}], ids=str)
+def test_blocks_that_a_save_drives_out_are_written(opened: Any, connector: dict[str, bool]) -> None:
+    """EVICTED, at once and without waiting for the store: what left is there, and comes back byte for byte."""
+    cache = opened(sized_level(8, SPEC), ingestion="evicted", connector=connector)
+    conversations = [[1000 * n + i for i in range(32)] for n in range(3)]
+    for tokens in conversations:
+        assert cache.save(tokens) == 8
+        cache.settled()  # background demotion holds blocks for a moment, which a save would find fewer for
+    left = cache.manager._ledger.total(Event.EVICTED, "cpu").blocks
+    held = cache.manager._chain.tiers[0].index.ready
+    assert left + held == 24
+    assert len(cache.there()) == left == cache.total(Event.STORED)
+    reader = opened(connector=connector)
+    for tokens in conversations[:2]:
+        reader.fetch(tokens)
+        assert reader.load(tokens) == [0] * 8
+
+
+def test_a_save_never_drives_out_what_it_builds_on(opened: Any) -> None:
+    """The beginning of a conversation stays while its end is stored."""
+    cache = opened(sized_level(10, SPEC), ingestion="evicted")
+    cache.save([7] * 16)
+    cache.save(TOKENS[:16])
+    assert cache.save(TOKENS) == 4
+    assert cache.load(TOKENS) == [0] * 8
+
+
+def test_what_is_purged_on_its_way_out_does_not_stay(opened: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It left memory before it was written; its session ends meanwhile."""
+    cache = opened(sized_level(8, SPEC), ingestion="evicted")
+    cache.manager.create_session("secret")
+    cache.save(TOKENS, session="secret")
+    put = cache.level.store.put
+
+    def purging(*args: Any, **options: Any) -> Any:
+        cache.manager._end_session("secret", purge=True)  # as a thread of the engine would, at this moment
+        return put(*args, **options)
+
+    monkeypatch.setattr(cache.level.store, "put", purging)
+    cache.save([7] * 32)
+    keys = {cache.space.chain(TOKENS).key_bytes(i).hex().encode() for i in range(8)}
+    assert not keys & {name.rsplit(b"/", 1)[1] for name in cache.settled()}
 
 
 @pytest.mark.parametrize("connector", [{}, {"use_mput_mget": True}, {"use_rdma": True}], ids=str)
@@ -198,6 +243,18 @@ def test_a_foreign_value_is_a_miss_and_deleted(opened: Any) -> None:
     assert {names[2], names[4]}.isdisjoint(cache.settled())
 
 
+def test_a_value_that_is_not_exact_is_a_miss_and_stays(opened: Any) -> None:
+    """Somebody who takes approximations may use it."""
+    first = opened(ingestion="all")
+    first.save(TOKENS, fidelity=Fidelity.APPROXIMATE)
+    assert len(first.settled()) == 8
+    cache = opened()
+    cache.fetch()
+    assert cache.load(TOKENS) == []
+    assert cache.total(Event.LOAD_FAILED, "not_exact") == 8
+    assert len(cache.settled()) == 8
+
+
 def test_what_is_dropped_is_deleted_there(opened: Any) -> None:
     """drop, reset and the purge of a session; the end of a session alone leaves to others what others may use."""
     cache = opened(ingestion="all")
@@ -267,6 +324,19 @@ def test_the_state_tells_of_the_level(opened: Any) -> None:
         row.items() for row in state["events"] if row["tier"] == "remote" and row["event"] == "stored"
     )
     assert opened(sized_level(4, SPEC)).manager.state()["remote"]["breaker"] == "closed"
+
+
+def test_operations_are_timed(opened: Any) -> None:
+    """With metrics, each kind of call has a histogram of its own."""
+    cache = opened(ingestion="all", manager={"enable_metrics": True})
+    cache.save(TOKENS)
+    cache.settled()
+    cache.manager.evict(8)
+    cache.fetch()
+    cache.space.drop(cache.space.chain(TOKENS))
+    cache.settled()
+    timed = {row["operation"]: row["count"] for row in cache.manager.state()["durations"] if row["tier"] == "remote"}
+    assert timed == {"put": 1, "exists": 1, "get": 1, "delete": 1}
 
 
 def test_a_manager_with_a_remote_level_is_data() -> None:

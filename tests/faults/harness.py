@@ -111,7 +111,7 @@ class DiskCache:
     def errors(self) -> dict[str, int]:
         """What was caught on its way to the engine, by kind."""
         rows = self.manager.state()["events"]
-        return {row["reason"]: row["times"] for row in rows if row["event"] == "error"}
+        return {row["reason"]: row["times"] for row in rows if (row["tier"], row["event"]) == ("manager", "error")}
 
 
 def open_cache_over(

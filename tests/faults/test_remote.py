@@ -165,6 +165,35 @@ def test_a_write_that_hangs_holds_its_source(opened: Any) -> None:
     assert cache.manager.evict(8) == 8
 
 
+def test_a_save_that_drives_blocks_out_does_not_wait_for_the_store(opened: Any) -> None:
+    """EVICTED, and every write hangs: what leaves waits in slots of its own, and memory takes what is new."""
+    connector = faulty(always("put", Hang()))
+    cache = opened(sized_level(8, SPEC), ingestion="evicted", **HASTY, **hosting(connector))
+    for n in range(3):
+        assert cache.save([1000 * n + i for i in range(32)]) == 8
+        assert cache.manager.wait(60)
+    assert cache.total(Event.NOT_STORED, "timeout") >= 8
+    assert cache.total(Event.NOT_STORED, "transit_full") == 0
+    connector.let_go()
+    until(lambda: cache.manager.state()["remote"]["operations_in_flight"] == 0)
+
+
+def test_a_late_write_of_what_was_purged_does_not_stay(opened: Any) -> None:
+    """Given up by its deadline, dropped with its session, and only then written: it is deleted again."""
+    connector = faulty(always("put", Hang()))
+    cache = opened(ingestion="all", **HASTY, **hosting(connector))
+    cache.manager.create_session("secret")
+    cache.save(TOKENS, session="secret")
+    assert cache.manager.wait(60)
+    cache.manager.destroy_session("secret", purge=True)
+    assert cache.settled() == {}
+    connector.let_go()
+    until(lambda: cache.manager.state()["remote"]["operations_in_flight"] == 0)
+    until(lambda: cache.settled() == {})
+    assert connector.calls["delete"] > 8
+    until(lambda: cache.manager._chain.tiers[0].index.used == 0)
+
+
 def test_too_many_that_hang_put_the_level_out_of_service(opened: Any) -> None:
     """At the cap nothing more is handed to the connector; when the calls have ended, it is in service again."""
     connector = faulty(always("put", Hang()))
@@ -201,6 +230,23 @@ def test_the_breaker_opens_and_closes_by_itself(opened: Any) -> None:
     cache.fetch()
     assert cache.load(TOKENS) == [0] * 8
     assert connector.calls["open"] >= 1
+
+
+def test_a_store_that_comes_and_goes_does_not_fill_the_log(opened: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """One line for each thing that there is to say, however often the breaker opens."""
+    connector = faulty()
+    cache = opened(**hosting(connector, Breaker(failures=1, cooldown_s=0.001, longest_s=0.01)))
+    for turn in range(3):
+        connector.dead = True
+        cache.fetch([1000 * turn + i for i in range(32)])
+        connector.dead = False
+        until(lambda: cache.manager.state()["remote"]["breaker"] == "closed")
+    assert cache.manager.state()["remote"]["breaker_openings"] == 3
+    said = [record.getMessage() for record in caplog.records if "connector MOCK" in record.getMessage()]
+    assert sorted(said) == [
+        "connector MOCK: answers again",
+        "connector MOCK: out of order (error); not asked until it answers",
+    ]
 
 
 def test_a_connection_that_is_lost_is_made_anew(opened: Any) -> None:

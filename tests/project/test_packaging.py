@@ -47,7 +47,7 @@ def test_one_version_is_told_everywhere() -> None:
     assert f"## {kvcache_factory.__version__} " in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("name", ["requirements.lock", "requirements-tf4.lock"])
+@pytest.mark.parametrize("name", ["requirements.lock", "requirements-tf4.lock", "requirements-infinistore.lock"])
 def test_a_lock_pins_versions_and_names_no_place(name: str) -> None:
     """A lock says which versions, never from where: the user's own index decides that."""
     lines = (ROOT / name).read_text(encoding="utf-8").split()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import reprlib
 import struct
+import sys
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeVar
@@ -134,13 +135,22 @@ class KeyChain:
         identity: whose KV the keys name; also gives the number of tokens of a block.
         builder: one of :data:`KEY_BUILDERS`; each gives different keys.
         media: spans of tokens that stand for media, positions counted in tokens from 0.
+        max_tokens: blocks that end behind this many tokens have no keys, as if the sequence were shorter; -1: no limit.
     """
 
-    def __init__(self, identity: Identity, *, builder: str = "ROLLING_HASH", media: Sequence[MediaSpan] = ()) -> None:
+    def __init__(
+        self,
+        identity: Identity,
+        *,
+        builder: str = "ROLLING_HASH",
+        media: Sequence[MediaSpan] = (),
+        max_tokens: int = -1,
+    ) -> None:
         if builder not in KEY_BUILDERS:
             raise ConfigError(f"unknown key builder {builder!r}; use one of {', '.join(KEY_BUILDERS)}")
         self.identity = identity
         self.builder = builder
+        self._most_blocks = max_tokens // identity.block_tokens if max_tokens >= 0 else sys.maxsize
         self.memo: dict[int, object] = {}
         """Free for indexes: what one remembers of its last match, by its own number.  Emptied when blocks change."""
         self.root = root_key(identity, builder)
@@ -246,7 +256,7 @@ class KeyChain:
         # Whoever holds a slice keeps the old buffer; what follows is written to a new one.
         self._token_buffer = _moved(self._token_buffer, tokens, tokens)
         self._num_tokens = tokens
-        blocks = tokens // self.identity.block_tokens
+        blocks = min(tokens // self.identity.block_tokens, self._most_blocks)
         if blocks == self._num_blocks:
             return
         self._key_buffer = _moved(self._key_buffer, blocks, blocks)
@@ -271,7 +281,7 @@ class KeyChain:
         self._token_buffer = _grown(self._token_buffer, before, total)
         self._token_buffer[before:total] = new
         self._num_tokens = total
-        first, last = self._num_blocks, total // size
+        first, last = self._num_blocks, min(total // size, self._most_blocks)
         if first == last:
             return
         self._key_buffer = _grown(self._key_buffer, first, last)

@@ -67,6 +67,19 @@ class Match(msgspec.Struct, frozen=True):
     root: int = 0
     chain: ChainView | None = None
 
+    def shortened(self, blocks: int, reason: str) -> Match:
+        """The leading *blocks* of it; the lease goes on holding all."""
+        if blocks >= self.blocks:
+            return self
+        cut = [(segment, segment.rows[: blocks - segment.first]) for segment in self.segments if segment.first < blocks]
+        return msgspec.structs.replace(
+            self,
+            blocks=blocks,
+            tokens=self.tokens // self.blocks * blocks,
+            segments=tuple(msgspec.structs.replace(segment, rows=rows) for segment, rows in cut),
+            reason=reason,
+        )
+
 
 class SavePlan(msgspec.Struct, frozen=True):
     """Rows of the first tier that are reserved for blocks *first* .. of a chain, until somebody has filled them."""

@@ -11,7 +11,7 @@ from .. import __version__
 from ..errors import KVCacheError
 from .output import debugging
 
-COMMANDS = ("bench", "demo", "doctor", "inspect", "plan", "purge", "replay", "verify")
+COMMANDS = ("bench", "cluster", "demo", "doctor", "env", "inspect", "plan", "purge", "replay", "verify")
 
 
 class CleanError(click.ClickException):

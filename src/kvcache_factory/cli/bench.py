@@ -22,7 +22,15 @@ TABLES = {
         "Put and get of blocks on disk against fio.",
         "Wall time, four threads, ratio to fio psync with four jobs where fio is installed, else to a probe.",
     ),
+    "l2": (
+        "Put and get of blocks through a connector against the shortest client of the same store.",
+        "Wall time, headers sealed and every block proven; ratio above 1 is faster.  --connector is needed.",
+    ),
     "policy": ("Cost of eviction policies.", "CPU time a block that is asked for, in a full index, and bytes a row."),
+    "timing": (
+        "What measuring costs: operations with nothing, operations, and their stages measured.",
+        "CPU time of this thread, microseconds a call for a small and a large request.",
+    ),
     "index": ("Memory and eviction of the index.", "Bytes a block, and eviction with half of the entries leased."),
 }
 OPTIONS = {
@@ -33,8 +41,15 @@ OPTIONS = {
             metavar="DIR",
             help="Directory on the disk to measure; by default that of temporary files.",
         ),
-    )
+    ),
+    "l2": (
+        click.Option(["--connector"], required=True, metavar="NAME", help="REDIS, ROCKSDB, SHFS, …, or module:Class."),
+        click.Option(["--option"], multiple=True, metavar="NAME=VALUE", help="Option of the connector; may repeat."),
+    ),
 }
+
+
+EXAMPLES = {"l2": "--connector REDIS "}
 
 
 @click.group(epilog="Example: kvcache-factory bench l1 --quick --json")
@@ -57,7 +72,7 @@ def _command(name: str, title: str, detail: str) -> click.Command:
         callback=run,
         params=[quick, *OPTIONS.get(name, ())],
         help=f"{title}\n\n{detail}",
-        epilog=f"Example: kvcache-factory bench {name} --json",
+        epilog=f"Example: kvcache-factory bench {name} {EXAMPLES.get(name, '')}--json",
     )
     return json_option(command)
 

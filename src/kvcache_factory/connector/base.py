@@ -315,6 +315,14 @@ def options_from_env(options: type[Options], environ: Mapping[str, str], **given
     return make_options(options, {**read, **given})
 
 
+def options_from_text(options: type[ConnectorOptions], texts: Mapping[str, str]) -> dict[str, Any]:
+    """Plain data from *texts*, as somebody types them; a ConfigError names an unknown option or a wrong value."""
+    unknown = next((name for name in texts if name not in options.__struct_fields__), None)
+    if unknown is not None:
+        raise ConfigError(f"there is no option {unknown!r}; use {', '.join(options.__struct_fields__)}")
+    return {name: _from_text(options, name, name, text) for name, text in texts.items()}
+
+
 def make_options(options: type[Options], data: Mapping[str, Any]) -> Options:
     """Options from plain data; a ConfigError names what is wrong, and never shows a value."""
     try:
@@ -340,6 +348,8 @@ class OptionsConnector(Connector[bytes, None]):
     """Base of connectors with typed options; the environment and configurations both lead to :meth:`from_options`."""
 
     Options: ClassVar[type[ConnectorOptions]] = ConnectorOptions
+    batched_lookups: ClassVar[bool] = False
+    """Whether ``mexists(keys)`` and ``mdelete(keys)`` are there: one call, and one status for each key."""
 
     @classmethod
     def from_envs(cls, conn_id: str, executor: Executor, **kwargs: Any) -> OptionsConnector:

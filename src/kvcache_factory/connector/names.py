@@ -15,7 +15,14 @@ ENTRY_POINTS = "kvcache_factory.connectors"
 """Group of entry points in which a package names its connectors."""
 
 _SHIPPED = {
+    "EIC": f"{__package__}.eic:EICConnector",
+    "HPKV": f"{__package__}.hpkv:HPKVConnector",
+    "INFINISTORE": f"{__package__}.infinistore:InfiniStoreConnector",
     "MOCK": f"{__package__}.mock:MockConnector",
+    "PRISKV": f"{__package__}.priskv:PrisKVConnector",
+    "REDIS": f"{__package__}.redis:RedisConnector",
+    "ROCKSDB": f"{__package__}.rocksdb:RocksDBConnector",
+    "SHFS": f"{__package__}.shfs:SharedFilesConnector",
 }
 _ALIASES = {"PRIS": "PRISKV"}
 _registered: dict[str, str | type[Connector[Any, Any]]] = {}

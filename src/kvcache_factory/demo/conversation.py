@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 _CACHE_GB = 1.0
 _SEGMENT_MB = 64
+_LEAVES_S = 900
 _WARM_UP = "A sentence that no turn of the conversation begins with, said often enough to fill a block. " * 8
 
 Row = dict[str, Any]
@@ -48,6 +49,16 @@ def backend_on(directory: Path) -> Backend:
         held_gb = Directory(directory).list().used_bytes / GIB
     disk = DiskBackend(str(directory), size_gb=held_gb + _CACHE_GB, segment_mb=_SEGMENT_MB)
     return HierarchicalBackend([CPUBackend(size_gb=_CACHE_GB), disk])
+
+
+def backend_over(url: str, namespace: str) -> Backend:
+    """DRAM above the Redis server at *url*; blocks leave there by themselves after a while."""
+    from ..backend import CPUBackend, HierarchicalBackend, RemoteBackend
+
+    remote = RemoteBackend(
+        connector="REDIS", options={"url": url, "ttl_s": _LEAVES_S}, namespace=namespace, ingestion="all"
+    )
+    return HierarchicalBackend([CPUBackend(size_gb=_CACHE_GB), remote])
 
 
 def converse(

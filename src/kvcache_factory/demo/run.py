@@ -49,11 +49,11 @@ def run_demo(
         require_matplotlib()
     model, tokenizer = load_model(dtype, progress)
     text = reference_text()
-    _check_room(model, tokenizer, text, turns, max_new_tokens)
+    check_room(model, tokenizer, text, turns, max_new_tokens)
     with tempfile.TemporaryDirectory(prefix="kvcache-factory-demo-") as temporary:
         options = Options(str(disk or Path(temporary) / "cache"), dtype, turns, max_new_tokens)
         rows, answers = _all_phases(model, tokenizer, text, options, progress)
-    _compare(rows, answers)
+    compare(rows, answers)
     if plot is not None:
         from .plot import draw
 
@@ -124,7 +124,7 @@ def _all_phases(
     return rows, answers
 
 
-def _compare(rows: Sequence[Row], answers: Answers) -> None:
+def compare(rows: Sequence[Row], answers: Answers) -> None:
     """Add to each row whether its turn was answered as without the cache, and where not; to a cold row, of all."""
     for row in rows:
         cold = answers["cold"][row["turn"] - 1]
@@ -141,7 +141,7 @@ def _parts_at(one: list[int], other: list[int]) -> int | None:
     return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
-def _check_room(model: Any, tokenizer: Any, text: str, turns: int, max_new_tokens: int) -> None:
+def check_room(model: Any, tokenizer: Any, text: str, turns: int, max_new_tokens: int) -> None:
     room = int(model.config.max_position_embeddings)
     needed = len(tokenizer(text)["input_ids"]) + turns * (max_new_tokens + _TOKENS_PER_QUESTION)
     if needed > room:

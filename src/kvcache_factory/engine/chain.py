@@ -19,6 +19,7 @@ import numpy.typing as npt
 from ..block.key import KeyChain
 from ..block.spec import BlockSpec
 from ..errors import ClosedError, ConfigError
+from ..memory.ranges import find_ranges
 from .finding import Finding, view_of
 from .flow import Flow, FlowSettings
 from .io import IOPool
@@ -31,6 +32,7 @@ from .remote import RemoteLevel
 from .roots import Roots
 from .saving import Saving
 from .seen import Seen
+from .stages import Stages
 from .table import Keys
 from .tier import Tier
 
@@ -68,6 +70,7 @@ class TierChain:
         self.tiers = list(tiers)
         self.roots = roots
         self.flow = Flow(self.tiers, settings, self.roots, on_error, io)
+        self.flow.stages = Stages(ledger, settings.measure_stages)
         self.flow.remote = self.remote = remote
         self.ledger = ledger
         self.mover = mover or Mover()
@@ -102,6 +105,7 @@ class TierChain:
                     tier.close()
                 raise
             self.flow.open(spec)
+            self.flow.stages.ranges = find_ranges() if self.flow.stages.wanted else None
             self.finding.seen = self.saving.seen = Seen(sum(tier.index.capacity for tier in self.tiers))
             self._spec = spec
 
@@ -191,11 +195,14 @@ class TierChain:
     def drop(self, chain: KeyChain, first: int = 0, reason: str = "asked") -> int:
         """Drop the blocks of *chain* from number *first* on, and all that was built on them, from every tier."""
         dropped = 0
+        built: list[Keys] = []
         for tier in self._tiers_twice():
             rows = tier.index.rows_of(chain.keys[first:])
+            if self.remote is not None:
+                built.append(tier.index.keys_below(rows[rows >= 0]))
             dropped += tier.drop(rows[rows >= 0], reason)
         if self.remote is not None:
-            self.remote.forget_chain(view_of(chain, chain.num_blocks), first)
+            self.remote.forget_chain(view_of(chain, chain.num_blocks), first, np.concatenate(built))
         return dropped
 
     def drop_unshared(self, keys: Keys, reason: str, wipe: bool = False) -> int:

@@ -62,8 +62,9 @@ class Finding:
             self.ledger.add(MANAGER, Event.HIT, covered)
         if counted and covered < limit:
             self.ledger.add(MANAGER, Event.MISS, limit - covered, reason=reason)
-        lease = self.leases.open(request_id, pins, self._usage(chain, limit, covered) if counted else None)
-        self.flow.settle()
+        with self.flow.stages(MANAGER, "match_lease"):
+            lease = self.leases.open(request_id, pins, self._usage(chain, limit, covered) if counted else None)
+            self.flow.settle()
         tokens = covered * chain.identity.block_tokens
         stored = any(self.tiers[segment.tier].store.memory is None for segment in segments)
         view = view_of(chain, covered) if stored else None
@@ -114,7 +115,8 @@ class Finding:
         for number, tier in enumerate(self.tiers):
             if covered == limit:
                 break
-            found = tier.index.match(chain, root, limit, worst, hint)
+            with self.flow.stages(tier.name, "match_find"):
+                found = tier.index.match(chain, root, limit, worst, hint)
             served = max(len(found.rows) - covered, 0)
             if counted:
                 tier.count(Event.ASKED, limit - covered)

@@ -20,10 +20,11 @@ from .lasting import LastingTier
 from .ledger import Event
 from .remote import RemoteLevel
 from .roots import Roots
+from .stages import Stages
 from .table import Keys, Rows
 from .tier import Ingestion, Tier
 from .transit import Transit
-from .values import NOT_ADMITTED, StoredChain
+from .values import NOT_ADMITTED, Chain, StoredChain
 
 
 class FlowSettings(msgspec.Struct, frozen=True):
@@ -43,6 +44,8 @@ class FlowSettings(msgspec.Struct, frozen=True):
     """Age of what is known of other processes' blocks at which a look-up has it renewed in the background."""
     io_threads: int = 1
     """Background threads."""
+    measure_stages: bool = False
+    """Measure the time of each stage of an operation."""
     max_pending_jobs: int = 256
     """Background jobs that may wait in each lane."""
 
@@ -71,6 +74,8 @@ class Flow:
         self._passing: Transit | None = None
         self._fetchers: dict[int, Fetcher] = {}
         self.remote: RemoteLevel | None = None
+        self.stages: Stages
+        """What measures the stages of operations."""
         self.io = io or IOPool(settings.io_threads, settings.max_pending_jobs, on_error)
         for tier in tiers:
             tier.policy.use_worker(self._in_background)
@@ -325,7 +330,7 @@ class Flow:
         tier, outside = self.tiers[number], self._takes_leaving(number)
         rows = tier.index.select_victims(count)
         try:
-            written = outside.writes.write_leaving(rows) if outside is not None else None
+            written = outside.take_leaving(rows) if outside is not None else None
             below = self._move_down(number, rows) if self.below(number) is not None else None
         except BaseException:  # the tier below is out of order: what it did not get stays here
             for row in rows.tolist():
@@ -335,6 +340,30 @@ class Flow:
         left = tier.index.remove_selected(rows)
         tier.count_evicted(left, below, kept)
         return len(left)
+
+    def make_room(self, chain: Chain, first: int, count: int) -> None:
+        """Before a save: let what must leave the first tier for it leave by way of the remote level, if that takes it.
+
+        *chain* is saved from number *first* on, *count* blocks of it.
+        """
+        leaving = self.remote.leaving if self.remote is not None else None
+        if leaving is None:
+            return
+        tier, index = self.tiers[0], self.tiers[0].index
+        short = int(np.count_nonzero(~index.knows(chain.keys[first : first + count]))) - index.capacity + index.used
+        if short <= 0:
+            return
+        resident = index.peek(chain)
+        held = index.hold(chain.keys[resident - 1 : resident]) if resident else -1
+        rows = index.select_victims(short)
+        kept = np.zeros(len(rows), np.bool_)
+        try:
+            kept = leaving.send(rows, "transit_full")
+        finally:
+            keys = index.keys[rows[kept]]
+            tier.count_evicted(index.remove_selected(rows), self.below(0), keys)
+            if held >= 0:
+                index.unpin(held)
 
     def _move_down(self, number: int, rows: Rows) -> Tier:
         """Have what is missing of *rows* in the tier that they go to when they leave; returns that tier."""

@@ -160,6 +160,11 @@ class Index(Tree):
         with self._lock:
             return self._doom(rows[self.state[rows] != FREE])
 
+    def keys_below(self, rows: Rows) -> Keys:
+        """Keys ``[n, 2]`` of *rows* and of all that is built on them."""
+        with self._lock:
+            return self.keys[self._below(rows)]
+
     def drop_unshared(self, rows: Rows, wipe: bool = False) -> int:
         """Drop those of *rows* that nothing outside of them is built on; returns how many could be found.
 

@@ -64,13 +64,15 @@ class Loading:
     def _load_memory(self, segment: Segment, wanted: int, region: Region, positions: BlockPositions) -> int:
         tier = self.tiers[segment.tier]
         rows = segment.rows[:wanted]
-        sound = tier.sound(rows, self.flow.settings.integrity)
+        with self.flow.stages(tier.name, "load_verify"):
+            sound = tier.sound(rows, self.flow.settings.integrity)
         if sound < len(rows):
             tier.reject(rows[sound:], "checksum")
         rows = rows[:sound]
         if sound:
             codes = tier.index.layout[rows]
-            self.mover.scatter(tier.slots, tier.payload_offset, rows, codes, region, positions[:sound])
+            with self.flow.stages(tier.name, "load_copy"):
+                self.mover.scatter(tier.slots, tier.payload_offset, rows, codes, region, positions[:sound])
             self.flow.promote(segment.tier, int(rows[-1]))
         return sound
 
@@ -83,11 +85,11 @@ class Loading:
             landing, good = fetch.landing, fetch.good
             part = positions[at : at + good]
             if good:
-                self.mover.scatter(
-                    landing.memory, landing.payload_offset, landing.slots[:good], landing.codes[:good], region, part
-                )
+                source = landing.memory, landing.payload_offset, landing.slots[:good], landing.codes[:good]
+                with self.flow.stages(name, "load_copy"):
+                    self.mover.scatter(*source, region, part)
 
-        fetcher = self.flow.fetcher(segment.tier)
+        fetcher, name = self.flow.fetcher(segment.tier), self.tiers[segment.tier].name
         return fetcher.fetch(match.chain, match.root, segment.first, segment.rows[:wanted], use)
 
     def plan_load(self, match: Match, count: int) -> LoadPlan:

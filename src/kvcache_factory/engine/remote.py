@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from ..block.plan import ChainView
 from ..block.spec import BlockSpec
 from ..store.base import Operation, OutsideStore
 from .io import IOPool, Lane, Ticket
 from .ledger import Event, Ledger
+from .remote_leaving import Leaving
 from .remote_names import Names
 from .remote_reads import Reads
 from .remote_writes import Writes
@@ -94,6 +98,8 @@ class RemoteLevel:
         self.spec: BlockSpec | None = None
         self.reads: Reads
         self.writes: Writes
+        self.leaving: Leaving | None = None
+        """Where blocks wait that a save drives out of the first tier, if they are written then."""
         self.is_open = False
         self.landed: Callable[[int], None]
         """Told of each row at which blocks that came from here end, with one pin of it to take over."""
@@ -105,15 +111,18 @@ class RemoteLevel:
         self.spec = spec
         # A tier without headers needs host memory in which images are put together and proven.
         transit = None if source.payload_offset else Transit(spec)
+        passing = Transit(spec) if self.options.ingestion == Ingestion.EVICTED and number == 0 else None
         memories = [source.slots]
-        if transit is not None:
-            transit.give_back(transit.take(1))
-            memories.append(transit.memory)
+        for pool in (transit, passing):
+            if pool is not None:
+                pool.give_back(pool.take(1))  # registered memory must be there from the start
+                memories.append(pool.memory)
         most = max(math.ceil(ABANDONED_SHARE * source.index.capacity), LEAST_ABANDONED)
         self.store.open(spec, memories, most)
         self.source_number = number
         self.reads = Reads(self, source, transit)
         self.writes = Writes(self, source, transit)
+        self.leaving = Leaving(self, source, passing) if passing is not None else None
         self.is_open = True
 
     def close(self) -> None:
@@ -124,6 +133,8 @@ class RemoteLevel:
         self.io.close()
         self.store.close()
         self.reads.close()
+        if self.leaving is not None:
+            self.leaving.close()
 
     # -- asking -------------------------------------------------------------------------------------------------------
 
@@ -174,15 +185,25 @@ class RemoteLevel:
         """Whether blocks are written when they leave tier *number*."""
         return self._takes(number, Ingestion.EVICTED)
 
+    def take_leaving(self, rows: Rows) -> npt.NDArray[np.bool_]:
+        """Have pinned *rows* that are about to leave written; which of them are not lost then.
+
+        By way of slots that are free, so that they can leave at once; the others as they are, waiting for that.
+        """
+        kept = self.leaving.send(rows) if self.leaving is not None else np.zeros(len(rows), np.bool_)
+        kept[~kept] = self.writes.write_leaving(rows[~kept])
+        return kept
+
     def _takes(self, number: int, ingestion: Ingestion) -> bool:
         return self.is_open and number == self.source_number and self.options.ingestion == ingestion
 
     # -- forgetting ---------------------------------------------------------------------------------------------------
 
-    def forget_chain(self, chain: StoredRecords, first: int) -> None:
-        """Delete the blocks of *chain* from number *first* on, in the background."""
+    def forget_chain(self, chain: StoredRecords, first: int, built: Keys) -> None:
+        """Delete blocks of *chain* from number *first* on, and of the keys *built* on them, in the background."""
         if self.is_open:
-            self.forget(self.names.of(chain, range(first, chain.num_blocks)))
+            names = self.names.of(chain, range(first, chain.num_blocks))
+            self.forget(list(dict.fromkeys([*names, *self.names.of_keys(built)])))
 
     def forget_keys(self, keys: Keys) -> None:
         """Delete the blocks of *keys* ``[n, 2]``, whosever model's they are, in the background."""
@@ -196,6 +217,8 @@ class RemoteLevel:
 
     def forget(self, names: Sequence[bytes]) -> None:
         """Delete *names* in the background, as far as there is room for that work and the store answers."""
+        if self.leaving is not None:
+            self.leaving.forget(names)
         step = 8 * self.options.op_batch
         for start in range(0, len(names), step):
             part = names[start : start + step]
@@ -204,7 +227,8 @@ class RemoteLevel:
                 return
 
     def _delete(self, names: Sequence[bytes]) -> None:
-        done = self.store.delete(names, self.options.max_wait_s)
+        with self.timing("delete"):
+            done = self.store.delete(names, self.options.max_wait_s)
         self.count(Event.DROPPED, counted(done), "deleted")
         if not done.done or done.count < len(names):
             self.ledger.add(self.name, Event.ERROR, len(names) - counted(done), reason="not_deleted")
@@ -216,6 +240,10 @@ class RemoteLevel:
         if blocks:
             assert self.spec is not None
             self.ledger.add(self.name, event, blocks, blocks * self.spec.slot_bytes, reason)
+
+    def timing(self, operation: str) -> AbstractContextManager[None]:
+        """Measure what is inside as an *operation* of this level, if durations are measured."""
+        return self.ledger.timing(self.name, operation)
 
     def state(self) -> dict[str, Any]:
         """What it does, as plain data."""

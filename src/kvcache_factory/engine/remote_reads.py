@@ -79,7 +79,8 @@ class Reads:
         level = self._level
         wanted = min(chain.num_blocks - first, level.options.op_batch)
         names = level.names.of(chain, range(first, first + wanted))
-        there = level.store.exists(names, end - time.monotonic())
+        with level.timing("exists"):
+            there = level.store.exists(names, end - time.monotonic())
         if not there.done or not there.count:
             return 0, 0, _reason(there)
         if end <= time.monotonic():
@@ -105,7 +106,8 @@ class Reads:
         names = names[: len(slots)]
         if not len(slots):
             return 0, "no_transit"
-        operation = self._get(names, rows, slots, end)
+        with self._level.timing("get"):
+            operation = self._get(names, rows, slots, end)
         if not operation.done:
             operation.then(partial(self._let_go, rows, slots))
             return 0, "timeout"

@@ -120,7 +120,8 @@ class Writes:
         try:
             while done < len(blocks):
                 part = blocks[done : done + step]
-                last, took = self._put(chain, part)
+                with level.timing("put"):
+                    last, took = self._put(chain, part)
                 count = last.count if last.done else 0
                 self.mark(chain.rows[part[:count]])
                 level.count(Event.STORED, count)
@@ -131,11 +132,11 @@ class Writes:
         finally:
             self._written[chain.rows[blocks[done:]]] = _NEVER
             level.count(Event.NOT_STORED, len(blocks) - done, reason or "no_transit")
-            self._forget_dropped(chain, blocks[:done])
-            if last is not None and not last.done:
-                last.then(partial(self._unpin, tip))
+            end = partial(self._end, chain, blocks[: done + step], tip)
+            if last is not None:
+                last.then(end)  # at once, unless it is late: then the rows are its own until it has ended
             else:
-                self._unpin(tip)
+                end()
 
     def _put(self, chain: StoredChain, part: npt.NDArray[np.int64]) -> tuple[Operation, int]:
         """Seal and send one batch; also how many blocks of it were sent."""
@@ -160,11 +161,9 @@ class Writes:
         operation.then(partial(self._transit.give_back, slots))
         return operation, len(rows)
 
-    def _forget_dropped(self, chain: StoredChain, blocks: npt.NDArray[np.int64]) -> None:
-        """Whoever dropped a block meanwhile could not see its copy yet."""
-        dropped = self.source.index.dropped(chain.rows[blocks])
+    def _end(self, chain: StoredChain, blocks: npt.NDArray[np.int64], tip: int) -> None:
+        """Let go of *tip*, and delete what was dropped meanwhile: whoever did that could not see the copy yet."""
+        dropped = self._index.dropped(chain.rows[blocks])
         if dropped.any():
             self._level.forget(self._level.names.of(chain, blocks[dropped].tolist()))
-
-    def _unpin(self, tip: int) -> None:
         self._index.unpin(tip)

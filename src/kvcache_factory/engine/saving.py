@@ -56,7 +56,7 @@ class Saving:
             if len(plan.rows):
                 start = plan.first - first
                 part = positions[start : start + len(plan.rows)]
-                with self.tiers[0].timing("save"):
+                with self.tiers[0].timing("save"), self.flow.stages(self.tiers[0].name, "save_copy"):
                     self.mover.gather(self.tiers[0], plan.rows, region, part)
                 filled = len(plan.rows)
         finally:
@@ -118,7 +118,9 @@ class Saving:
         tier = self.tiers[0]
         if self.seen is not None:
             self.seen.add(chain.keys[first : first + count])
-        reservation = tier.reserve(chain, root, first, count, fidelity, self.mover.layout_code(tag), hint)
+        self.flow.make_room(chain, first, count)
+        with self.flow.stages(tier.name, "save_reserve"):
+            reservation = tier.reserve(chain, root, first, count, fidelity, self.mover.layout_code(tag), hint)
         tier.count_left(reservation, self.flow.below(0))
         if reservation.reason == "parent_absent":
             tier.count(Event.NOT_STORED, count, reservation.reason)
@@ -131,10 +133,13 @@ class Saving:
         tier = self.tiers[0]
         rows, rest = plan.rows[:filled], plan.rows[filled:]
         if len(rows):
-            tier.seal(rows, self.flow.settings.integrity)
+            with self.flow.stages(tier.name, "save_seal"):
+                tier.seal(rows, self.flow.settings.integrity)
             tip = int(rows[-1])
             tier.index.pin(tip)
-            tier.count(Event.STORED, tier.index.commit(rows, hint))
+            with self.flow.stages(tier.name, "save_commit"):
+                committed = tier.index.commit(rows, hint)
+            tier.count(Event.STORED, committed)
             if request_id is not None:
                 self.leases.extend(request_id, tier, tip)
             self.flow.stored(0, tip, len(rows), hint)

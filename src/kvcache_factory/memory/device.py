@@ -138,3 +138,11 @@ def typed_block(data: torch.Tensor, payload_offset: int, spec: BlockSpec, tag: L
     inner = (spec.block_tokens, spec.num_kv_heads) if tag == Layout.LCND else (spec.num_kv_heads, spec.block_tokens)
     payload = data[payload_offset : payload_offset + spec.payload_bytes].view(getattr(torch, spec.dtype.value))
     return payload.view(spec.num_layers, 2, *inner, spec.head_dim)
+
+
+def empty_blocks(count: int, spec: BlockSpec, device: str) -> torch.Tensor:
+    """Room for *count* blocks: a tensor [count, L, 2, N, H, D] whose content is undefined."""
+    import torch
+
+    shape = (count, spec.num_layers, 2, spec.block_tokens, spec.num_kv_heads, spec.head_dim)
+    return torch.empty(shape, dtype=getattr(torch, spec.dtype.value), device=device)

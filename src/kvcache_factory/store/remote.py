@@ -8,45 +8,32 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+import time
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Executor
 from typing import Any
 
 import msgspec
 
 from ..block.spec import BlockSpec
-from ..connector.base import Connector, ConnectorFeature, MemoryRegion
+from ..connector.base import Connector, ConnectorFeature, MemoryRegion, OptionsConnector
 from ..errors import KVCacheError, StoreError
 from ..memory.device import DeviceSlab
 from ..status import Status, StatusCodes
+from .answers import Answers, after, leading, together
 from .base import Operation, OutsideStore, SlotMemory, Slots
 from .breaker import Breaker
 from .lent import get_lent, put_lent
 from .threads import DaemonExecutor, LoopThread
 
 _log = logging.getLogger("kvcache_factory")
+LOG_EVERY_S = 60.0
 _PROBE = b"kvcache-factory/probe"
 Regions = MemoryRegion | Sequence[MemoryRegion]
-Work = Callable[[], Coroutine[Any, Any, "Answers"]]
+Work = Callable[[], Coroutine[Any, Any, Answers]]
 
-_WORDS = {
-    StatusCodes.NOT_FOUND: "absent",
-    StatusCodes.INVALID: "invalid",
-    StatusCodes.OUT_OF_MEMORY: "full",
-    StatusCodes.TIMEOUT: "timeout",
-    StatusCodes.DENIED: "denied",
-    StatusCodes.CANCELLED: "cancelled",
-}
 _HARMLESS = frozenset({"", "absent", "invalid", "full"})
 """Reasons that say nothing against the server."""
-
-
-class Answers(msgspec.Struct, frozen=True):
-    """How many leading blocks went well, and what came of the next."""
-
-    count: int
-    reason: str = ""
-    detail: str = ""
 
 
 class RemoteSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -97,6 +84,7 @@ class RemoteStore(OutsideStore):
         self._probing = False
         self._closed = True
         self._header_bytes = 0
+        self._said: dict[str, float] = {}
 
     # -- open and close -----------------------------------------------------------------------------------------------
 
@@ -155,7 +143,7 @@ class RemoteStore(OutsideStore):
         try:
             ended.result(self.settings.close_timeout_s)
         except Exception as error:  # nothing can be done about it, and everything else has to end
-            _log.warning("connector %s did not close: %s: %s", self.settings.name, type(error).__name__, error)
+            self._say(f"did not close: {type(error).__name__}: {error}")
         with self._lock:
             self._changed.wait_for(lambda: not self._in_flight, self.settings.close_timeout_s)
         self._loop.stop()
@@ -246,10 +234,10 @@ class RemoteStore(OutsideStore):
         except (Exception, asyncio.CancelledError) as error:
             answers = Answers(0, "error", f"{type(error).__name__}: {error}")
         finally:
-            operation.end(answers.count, answers.reason, answers.detail)
             with self._lock:
                 self._in_flight -= 1
                 self._changed.notify_all()
+            operation.end(answers.count, answers.reason, answers.detail)
 
     # -- on the loop --------------------------------------------------------------------------------------------------
 
@@ -267,14 +255,17 @@ class RemoteStore(OutsideStore):
         return await self._move("get", names, regions)
 
     async def _lent(self, way: Any, names: Sequence[bytes], regions: Sequence[Regions]) -> Answers:
-        return _leading(await way(self._open_connector, self._executor, names, regions))
+        return leading(await way(self._open_connector, self._executor, names, regions))
 
     async def _each(self, verb: str, names: Sequence[bytes]) -> Answers:
-        """A call for each name, as many together as belong to a batch, up to the first batch with a gap."""
-        call = getattr(self._open_connector, verb)
-        step, done = self.settings.op_batch, Answers(0)
+        """As many names together as belong to a batch, up to the first batch with a gap."""
+        connector, step, done = self._open_connector, self.settings.op_batch, Answers(0)
+        single = getattr(connector, verb)
+        whole = isinstance(connector, OptionsConnector) and connector.batched_lookups
         for start in range(0, len(names), step):
-            done = _after(done, _leading(await _together([call(name) for name in names[start : start + step]])))
+            part = names[start : start + step]
+            asked = getattr(connector, f"m{verb}")(part) if whole else together([single(name) for name in part])
+            done = after(done, leading(await asked))
             if done.reason:
                 break
         return done
@@ -287,7 +278,7 @@ class RemoteStore(OutsideStore):
         for start in range(0, len(names), step):
             part = slice(start, start + step)
             pairs = zip(names[part], regions[part], strict=True)
-            done = _after(done, _leading(await _together([call(name, region) for name, region in pairs])))
+            done = after(done, leading(await together([call(name, region) for name, region in pairs])))
             if done.reason:
                 break
         return done
@@ -301,7 +292,7 @@ class RemoteStore(OutsideStore):
             found.update(zip(keys, answers, strict=False))
             if len(answers) != len(keys) or not all(isinstance(a, Status) and a.is_ok() for a in answers):
                 break
-        return _leading([found.get(name) for name in names])
+        return leading([found.get(name) for name in names])
 
     # -- breaker ------------------------------------------------------------------------------------------------------
 
@@ -310,8 +301,15 @@ class RemoteStore(OutsideStore):
             if not self.breaker.is_open:  # a late success of an old call proves little; a trial closes it
                 self.breaker.succeeded()
         elif reason != "closed" and self.breaker.failed():
-            _log.warning("connector %s: out of order (%s); not asked until it answers", self.settings.name, reason)
+            self._say(f"out of order ({reason}); not asked until it answers")
             self._try_later()
+
+    def _say(self, text: str) -> None:
+        """One line a minute for each text: a store that comes and goes must not fill a log."""
+        now = time.monotonic()
+        if now - self._said.get(text, -LOG_EVERY_S) >= LOG_EVERY_S:
+            self._said = {text: now, **{t: s for t, s in self._said.items() if now - s < LOG_EVERY_S}}
+            _log.warning("connector %s: %s", self.settings.name, text)
 
     def _try_later(self) -> None:
         with self._lock:
@@ -329,7 +327,7 @@ class RemoteStore(OutsideStore):
         finally:
             self._probing = False
             if reached and self.breaker.succeeded():
-                _log.warning("connector %s: answers again", self.settings.name)
+                self._say("answers again")
             if not reached:
                 self._try_later()
 
@@ -375,23 +373,3 @@ def _tensors(memory: SlotMemory) -> list[Any]:
     if isinstance(memory, DeviceSlab) and memory.device != "cpu":
         return [memory.bytes_of(slot) for slot in range(memory.slots)]
     return [MemoryRegion(memory.view.reshape(-1)).slab]
-
-
-async def _together(calls: Sequence[Awaitable[Any]]) -> list[Any]:
-    """Every call to its end, exceptions as results: none may be running when its memory is given back."""
-    return list(await asyncio.gather(*calls, return_exceptions=True))
-
-
-def _leading(answers: Sequence[object]) -> Answers:
-    """What a list of statuses comes to; whatever else a connector returned is a failure."""
-    for count, answer in enumerate(answers):
-        if isinstance(answer, Status):
-            if answer.is_ok():
-                continue
-            return Answers(count, _WORDS.get(answer.error_code, "error"), str(answer))
-        return Answers(count, "error", f"{type(answer).__name__}: {answer}")
-    return Answers(len(answers))
-
-
-def _after(before: Answers, more: Answers) -> Answers:
-    return Answers(before.count + more.count, more.reason, more.detail)

@@ -74,6 +74,7 @@ class LoopThread:
     def __init__(self, name: str) -> None:
         self.loop = asyncio.new_event_loop()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._stopping = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -86,19 +87,25 @@ class LoopThread:
         self.loop.call_soon_threadsafe(lambda: self.loop.call_later(seconds, lambda: self._start(make())))
 
     def stop(self) -> None:
-        """End the loop, if nothing runs on it: what does keeps its thread until it ends with the process."""
+        """End the loop as soon as nothing runs on it; waits a second for that, and leaves what hangs alone."""
         with contextlib.suppress(RuntimeError):  # it has been stopped
-            self.loop.call_soon_threadsafe(self._stop_if_idle)
+            self.loop.call_soon_threadsafe(self._stop_when_idle)
         self._thread.join(1.0)
 
-    def _stop_if_idle(self) -> None:
+    def _stop_when_idle(self) -> None:
+        self._stopping = True
         if not self._tasks:
             self.loop.stop()
 
     def _start(self, coroutine: Coroutine[Any, Any, None]) -> None:
         task = self.loop.create_task(coroutine)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if self._stopping:
+            self._stop_when_idle()
 
     def _run(self) -> None:
         asyncio.set_event_loop(self.loop)

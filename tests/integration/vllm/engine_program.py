@@ -291,7 +291,7 @@ def crowd(stage: Stage) -> dict[str, Any]:
         return output
 
     core.scheduler.schedule = schedule
-    runs = [stage.ask(prompts, tokens=40) for _ in range(2)]
+    runs = [stage.ask(prompts, tokens=40)["ids"] for _ in range(2)]
     core.scheduler.schedule = real
     evicted = sum(row["blocks"] for row in stage.manager.state()["events"] if row["event"] == "evicted")
     preempted = stage.counted("vllm:num_preemptions") - before

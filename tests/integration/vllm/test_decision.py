@@ -22,6 +22,12 @@ def test_always_and_never_do_not_ask() -> None:
     assert not decision("never", read_bytes_per_s=1e12).worth_it(1_000)
 
 
+def test_nobody_waits_longer_than_computing_takes() -> None:
+    """What was told to load always waits as long as everybody may."""
+    assert decision(prefill_tokens_per_s=1000.0).patience_s(500) == 0.5
+    assert decision("always", prefill_tokens_per_s=1000.0).patience_s(500) == float("inf")
+
+
 def test_a_queue_of_reads_counts() -> None:
     """What is free at first is not worth waiting for behind others; when they have come, it is again."""
     chooses = decision(read_bytes_per_s=0.5e9, prefill_tokens_per_s=3_000)

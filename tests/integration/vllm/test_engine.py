@@ -149,14 +149,15 @@ def test_32_requests_at_once_with_eviction_and_preemption() -> None:
         "figures",
         connector={"memory_gb": 0.06, "block_tokens": 32},
         block_size=32,
-        num_gpu_blocks_override=118,
+        num_gpu_blocks_override=84,
         max_model_len=256,
         max_num_seqs=32,
         more={"calm": 16},
     )
     scene = played["crowd"]
     assert scene["most"] == 32
-    assert all(run == scene["expected"] for run in scene["runs"])
+    for run in scene["runs"]:
+        assert run == scene["expected"]
     assert scene["preempted"] > 0
     assert scene["evicted"] > 0
     assert (played["figures"]["check"], played["figures"]["leases"]) == ([], 0)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kvcache_factory.backend import CPUBackend, DiskBackend, GPUBackend, HierarchicalBackend
+from kvcache_factory.backend import CPUBackend, DiskBackend, GPUBackend, HierarchicalBackend, RemoteBackend
 from kvcache_factory.config import ManagerConfig
 from kvcache_factory.errors import ConfigError
 from kvcache_factory.integration.vllm.control import Client, Door, Server
@@ -42,6 +42,23 @@ def test_a_wrong_setting_is_named(extra: dict[str, Any], word: str) -> None:
     """Unknown names, wrong types, values that cannot be, and files that are not there."""
     with pytest.raises(ConfigError, match=word):
         read_settings(extra, {})
+
+
+def test_variables_of_the_offloading_framework_describe_the_manager() -> None:
+    """Where nothing of ours does; the engine's own block then, as documented."""
+    environment = {"AIBRIX_KV_CACHE_OL_L1_CACHE_CAPACITY_GB": "3", "AIBRIX_KV_CACHE_OL_L2_CACHE_BACKEND": "MOCK"}
+    settings = read_settings({"namespace": "n"}, environment)
+    assert (settings.namespace, settings.block_tokens) == ("n", -1)
+    backend = settings.manager_config(shared=True).backend
+    assert isinstance(backend, HierarchicalBackend)
+    assert backend.levels[0] == CPUBackend(size_gb=3, shared=True)
+    assert isinstance(backend.levels[1], RemoteBackend)
+    assert read_settings({"block_tokens": 32}, environment).block_tokens == 32
+    assert read_settings({"memory_gb": 1}, environment).manager is None
+    assert read_settings({}, environment | {"KVCACHE_FACTORY_DISK_PATH": "/d"}).manager is None
+    assert read_settings({"manager": {"block_tokens": 96}}, environment).block_tokens == 96
+    with pytest.raises(ConfigError, match="AIBRIX_KV_CACHE_OL_DEVICE='tpu'"):
+        read_settings({}, {"AIBRIX_KV_CACHE_OL_DEVICE": "tpu"})
 
 
 def test_a_directory_becomes_a_level_below_memory() -> None:

@@ -11,7 +11,6 @@ import torch
 import transformers
 
 from ...block.identity import Identity
-from ...block.spec import DEFAULT_BLOCK_TOKENS
 from ...errors import ConfigError, UnsupportedGenerationError
 from ..base import CacheAdapter
 from .calls import Bypass, Call, NotServed, read_call
@@ -67,7 +66,7 @@ class TransformersCacheAdapter(CacheAdapter):
         model_id: str | None = None,
         namespace: str = "default",
         salt: str = "",
-        block_tokens: int = DEFAULT_BLOCK_TOKENS,
+        block_tokens: int | None = None,
         strict: bool = False,
     ) -> TransformersCacheAdapter:
         """Put *manager* behind ``model.generate`` of this instance; the model's code and class stay as they are.
@@ -78,7 +77,7 @@ class TransformersCacheAdapter(CacheAdapter):
             tokenizer: needed by :meth:`chat` only.
             model_id: a name to vouch for instead of the fingerprint of configuration and weights.
             namespace, salt: keep deployments and tenants apart (see Identity).
-            block_tokens: tokens of a storage block.
+            block_tokens: tokens of a storage block; None: what the manager says, 64 by default.
             strict: raise UnsupportedGenerationError for assisted decoding instead of running it without the cache.
 
         Raises LayoutError, naming layers and reason, for a model whose KV cannot be restored exactly, ConfigError when
@@ -93,7 +92,7 @@ class TransformersCacheAdapter(CacheAdapter):
             "model_id": model_id,
             "namespace": namespace,
             "salt": salt,
-            "block_tokens": block_tokens,
+            "block_tokens": manager.config.storage_tokens() if block_tokens is None else block_tokens,
             "strict": strict,
         }
         adapter = cls(model, manager, tokenizer, options)

@@ -69,8 +69,11 @@ class Request:
 
     def open(self) -> None:
         """Look every row up and load; afterwards ``cache`` is ready for the engine, empty at worst."""
-        for i, (ids, pad) in enumerate(zip(self.call.ids, self.call.pads, strict=True)):
-            self.rows.append(self._look_up(i, ids[pad:], pad))
+        given = zip(self.call.ids, self.call.pads, strict=True)
+        chains = [self._chain(i, ids[pad:]) for i, (ids, pad) in enumerate(given)]
+        if self.call.may_load:
+            self.space.ask_remotely(chains)
+        self.rows = [self._look_up(i, chain, self.call.pads[i]) for i, chain in enumerate(chains)]
         self.cache = new_cache(self.model)
         if self.call.may_load:
             wanted = min(row.pad + row.match.tokens for row in self.rows)
@@ -124,12 +127,15 @@ class Request:
         for row in self.rows:
             self.space.release(row.match.request_id, output_tokens)
 
-    def _look_up(self, i: int, tokens: npt.NDArray[np.int64], pad: int) -> Row:
+    def _chain(self, i: int, tokens: npt.NDArray[np.int64]) -> KeyChain:
         chain = self.chain if i == 0 and self.chain is not None else self.space.chain()
         chain.sync(tokens)
+        return chain
+
+    def _look_up(self, i: int, chain: KeyChain, pad: int) -> Row:
         # The engine must compute at least the last token: with nothing to feed it would feed the whole prompt again.
-        limit = max(len(tokens) - self.computed, 0)
-        match = self.space.match(chain, f"{self.name}-{i}", max_tokens=limit, reuse_hint=self.reuse_hint)
+        most = max(chain.num_tokens - self.computed, 0)
+        match = self.space.match(chain, f"{self.name}-{i}", max_tokens=most, reuse_hint=self.reuse_hint)
         return Row(pad, chain, match, stored=match.blocks)
 
     def _load(self, wanted: int) -> None:

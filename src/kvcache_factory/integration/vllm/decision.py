@@ -87,6 +87,10 @@ class LoadDecision:
             self._book.decided(choice)
         return choice != "recompute"
 
+    def patience_s(self, tokens: int) -> float:
+        """Seconds after which it would have been quicker to compute *tokens* tokens."""
+        return self.prefill.seconds(tokens) if self.mode == "auto" else float("inf")
+
     def begun(self, tokens: int) -> None:
         """*tokens* tokens are on their way."""
         self._waiting_bytes += tokens * self._bytes_per_token

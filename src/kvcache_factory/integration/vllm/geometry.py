@@ -54,8 +54,9 @@ class Geometry(msgspec.Struct, frozen=True):
 
 
 def read_geometry(vllm_config: Any, kv_cache_config: Any, block_tokens: int = 0) -> Geometry:
-    """The geometry of this engine; *block_tokens* of a storage block, 0: the engine's block, at least 64 tokens.
+    """The geometry of this engine.
 
+    *block_tokens* of a storage block; 0: the engine's block, at least 64 tokens; -1: the engine's block.
     Raises LayoutError, saying why, for KV that could not be restored exactly, and ConfigError for settings that
     cannot work together.
     """
@@ -65,7 +66,7 @@ def read_geometry(vllm_config: Any, kv_cache_config: Any, block_tokens: int = 0)
     _check_decoding(vllm_config.speculative_config)
     cache = _only_full_attention(kv_cache_config)
     engine_tokens = int(cache.block_size)
-    tokens = block_tokens or storage_block_tokens(engine_tokens)
+    tokens = engine_tokens if block_tokens < 0 else block_tokens or storage_block_tokens(engine_tokens)
     if tokens % engine_tokens:
         raise ConfigError(
             f"block_tokens={tokens} is not a multiple of the engine's block of {engine_tokens} tokens; use "

@@ -131,16 +131,18 @@ class SchedulerSide:
         known = tracked.space.peek(tracked.chain)
         if known <= tracked.looked_at:
             return
+        # What a remote level has is known to nobody before it was asked, which is done once.
+        wanted = tracked.chain.num_blocks if tracked.looked_at < 0 and tracked.space.asks_remotely else known
         tracked.looked_at = known
         tracked.held_before = tracked.space.held_in_memory(tracked.chain)
-        deeper = (known - tracked.held_before) * tracked.space.block_tokens
+        deeper = (wanted - tracked.held_before) * tracked.space.block_tokens
         if deeper <= 0:
             return
         tracked.declined = not self.decision.worth_it(deeper)
         if tracked.declined:
             self.stats.count(loads_declined=1)
             return
-        tracked.prefetch = tracked.space.prefetch(tracked.chain)
+        tracked.prefetch = tracked.space.prefetch(tracked.chain, self.decision.patience_s(deeper))
         if tracked.prefetch is not None:
             tracked.prefetched_since = time.monotonic()
             tracked.awaited_tokens = deeper

@@ -11,6 +11,7 @@ import msgspec
 
 from ...backend import Backend, CPUBackend, DiskBackend, GPUBackend, HierarchicalBackend, Level, levels_of
 from ...config import ManagerConfig, PolicyConfig
+from ...environment import PREFIX, compose
 from ...errors import ConfigError
 
 ENV_PREFIX = "KVCACHE_FACTORY_"
@@ -18,6 +19,17 @@ FROM_ENV = (
     "memory_gb", "disk_path", "disk_gb", "namespace", "model_id", "block_tokens", "load_decision", "config_file",
 )  # fmt: skip
 """Settings that a variable of the environment can give: the prefix and the name in capitals."""
+
+_OF_MANAGER = {
+    "memory_gb",
+    "disk_path",
+    "disk_gb",
+    "eviction_policy",
+    "integrity",
+    "lease_max_age_s",
+    "manager",
+    "attached",
+}
 
 
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -30,7 +42,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     disk_gb: float = 10.0
     """Capacity of that directory in GiB."""
     block_tokens: int = 0
-    """Tokens of a storage block; 0: the engine's block, at least 64."""
+    """Tokens of a storage block; 0: the engine's block, at least 64; -1: the engine's block."""
     namespace: str = "default"
     """Keeps deployments apart that share a store."""
     model_id: str = ""
@@ -66,8 +78,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         for name in ("memory_gb", "disk_gb", "max_wait_s", "lookup_wait_s", "ask_again_s"):
             if not getattr(self, name) >= 0:
                 raise ConfigError(f"{name}={getattr(self, name)!r}: give a number that is not negative")
-        if self.block_tokens < 0:
-            raise ConfigError(f"block_tokens={self.block_tokens}: give the tokens of a storage block, or 0")
+        if self.block_tokens < -1:
+            raise ConfigError(f"block_tokens={self.block_tokens}: give the tokens of a storage block, 0 or -1")
 
     def manager_config(self, shared: bool) -> ManagerConfig:
         """The manager to make; *shared*: its memory must be reachable from other processes."""
@@ -89,7 +101,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 def read_settings(extra: Mapping[str, Any], environment: Mapping[str, str] = os.environ) -> Settings:
     """Settings from an engine's extra configuration; what it does not say, the environment and a file may.
 
-    Raises ConfigError that names the setting for unknown names and wrong values.
+    Where neither of them describes a manager, ``AIBRIX_KV_CACHE_OL_*`` variables may.  Raises ConfigError that names
+    the setting for unknown names and wrong values.
     """
     names = {field.name for field in msgspec.structs.fields(Settings)}
     given = {
@@ -103,10 +116,15 @@ def read_settings(extra: Mapping[str, Any], environment: Mapping[str, str] = os.
         raise ConfigError(
             f"unknown settings of KVCacheFactoryConnector: {', '.join(unknown)}; there are {sorted(names)}"
         )
+    if not _OF_MANAGER & {*from_file, *merged} and any(name.startswith(PREFIX) for name in environment):
+        merged["manager"] = compose(environment)[0]
     try:
-        return msgspec.convert({**from_file, **merged}, Settings, strict=False)
+        settings = msgspec.convert({**from_file, **merged}, Settings, strict=False)
     except msgspec.ValidationError as error:
         raise ConfigError(f"settings of KVCacheFactoryConnector: {error}") from None
+    if settings.manager is not None and not settings.block_tokens:
+        settings = msgspec.structs.replace(settings, block_tokens=settings.manager.block_tokens)
+    return settings
 
 
 def _read_file(path: str) -> dict[str, Any]:

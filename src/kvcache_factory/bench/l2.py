@@ -1,0 +1,183 @@
+"""``bench l2``: put and get of slot images through a connector, as a ratio to the shortest client of the same store.
+
+Ours is everything between memory and the wire: headers sealed, one entry into the loop, the connector's own way, and
+every image proven when it is back.  Both sides move the same number of bytes in batches of the same size, take turns,
+and what counts is the median over rounds of same-round ratios of wall time.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Executor
+from typing import Any
+
+import numpy as np
+
+from ..block.identity import Identity
+from ..block.key import KeyChain
+from ..block.plan import ChainView
+from ..block.spec import BlockSpec, KVDtype
+from ..connector.base import Connector, ConnectorConfig, OptionsConnector, options_from_text
+from ..connector.names import connector_class, create_connector
+from ..engine.finding import view_of
+from ..engine.images import Image, prove, seal
+from ..engine.values import StoredChain
+from ..errors import ConfigError, StoreError
+from ..memory.slab import Slab
+from ..store.base import Operation
+from ..store.remote import RemoteSettings, RemoteStore
+from . import measure
+from .raw_clients import RAW_CLIENTS, RawClient
+
+BATCH = 32
+_LAYERS = {128 << 10: 1, 2 << 20: 16}
+"""Layers of 64 tokens with 8 heads of 64 elements of bfloat16 that make a block of this size."""
+_DEADLINE_S = 60.0
+_IN_A_DIRECTORY = ("ROCKSDB", "SHFS")
+
+
+class Bed:
+    """A connector that is open, a slab with images to put, and one to get them into."""
+
+    def __init__(self, connector: str, options: dict[str, Any], block_bytes: int, blocks: int) -> None:
+        self.spec = BlockSpec(KVDtype.BF16, _LAYERS[block_bytes], num_kv_heads=8, head_dim=64)
+        self.images, self.target = (Slab(blocks, self.spec.slot_bytes) for _ in range(2))
+        self.images.view[:] = np.random.default_rng(0).integers(0, 256, self.images.view.shape, np.uint8)
+        self.target.view[:] = 0
+        identity = Identity("bench", self.spec.dtype.value, self.spec.block_tokens)
+        chain = KeyChain(identity)
+        chain.extend(np.arange(blocks * self.spec.block_tokens, dtype=np.uint32))
+        self.view: ChainView = view_of(chain, blocks)
+        self.names = [b"bench/%d/%s" % (block_bytes, chain.key_bytes(i).hex().encode()) for i in range(blocks)]
+        self._stored = _stored_chain(self.view)
+
+        def make(executor: Executor) -> Connector[bytes, Any]:
+            return create_connector(ConnectorConfig(connector, "bench", "0", executor), options)
+
+        self.store = RemoteStore(make, RemoteSettings(name=connector, op_batch=BATCH))
+        self.store.open(self.spec, [self.images, self.target], blocks)
+
+    def batches(self) -> Iterable[slice]:
+        """The blocks, a batch at a time."""
+        return (slice(start, start + BATCH) for start in range(0, len(self.names), BATCH))
+
+    def put(self) -> float:
+        """Bytes per second of sealing and storing every block once."""
+        rows, begun = self._stored.rows, time.perf_counter()
+        for part in self.batches():
+            seal(self.spec, self.images.view, rows[part], self._stored, part)
+            _whole(self.store.put(self.names[part], self.images, rows[part], _DEADLINE_S))
+        return self.images.view.nbytes / (time.perf_counter() - begun)
+
+    def get(self) -> float:
+        """Bytes per second of reading and proving every block once."""
+        rows, begun = self._stored.rows, time.perf_counter()
+        for part in self.batches():
+            _whole(self.store.get(self.names[part], self.target, rows[part], _DEADLINE_S))
+            for number in rows[part].tolist():
+                proven = prove(self.spec, self.target.view[number], self.view, number)
+                if not isinstance(proven, Image):
+                    raise StoreError(f"block {number} came back wrong: {proven}")
+        return self.images.view.nbytes / (time.perf_counter() - begun)
+
+    def raw(self, client: RawClient, op: str) -> float:
+        """Bytes per second of the yardstick over the same memory."""
+        slab = self.images if op == "put" else self.target
+        views = [memoryview(slab.view[row]) for row in range(slab.slots)]
+        move, begun = getattr(client, op), time.perf_counter()
+        for part in self.batches():
+            move([b"raw/" + name for name in self.names[part]], views[part])
+        return slab.view.nbytes / (time.perf_counter() - begun)
+
+    def close(self) -> None:
+        """Delete what was stored, disconnect, and give the memory back."""
+        self.store.delete(self.names, _DEADLINE_S)
+        self.store.close()
+        self.images.close()
+        self.target.close()
+
+
+def run_l2(
+    connector: str,
+    option: Sequence[str] = (),
+    progress: measure.Progress = measure.quiet,
+    quick: bool = False,
+) -> list[dict[str, Any]]:
+    """Rows of the table; *option*: ``name=value`` for the connector.  Raises ConfigError and StoreError."""
+    options = _options(connector, option)
+    rounds, total = (1, 32 << 20) if quick else (5, 256 << 20)
+    rows: list[dict[str, Any]] = []
+    for number, size in enumerate(_LAYERS):
+        progress(number, len(_LAYERS), f"{size >> 10} KiB")
+        with tempfile.TemporaryDirectory(prefix="kvcache-factory-") as directory:
+            place = {"root": directory} if connector.upper() in _IN_A_DIRECTORY else {}
+            rows += _rows(connector, {**place, **options}, size, max(total // size, BATCH // 2), rounds)
+    progress(len(_LAYERS), len(_LAYERS))
+    return rows
+
+
+def _rows(connector: str, options: dict[str, Any], size: int, blocks: int, rounds: int) -> list[dict[str, Any]]:
+    bed = Bed(connector, options, size, blocks)
+    make = RAW_CLIENTS.get(connector.upper())
+    client = make(options) if make is not None else None
+    try:
+        rates: dict[str, list[tuple[float, float]]] = {"put": [], "get": []}
+        for turn in range(rounds + 1):  # the first does not count: files and memory are new
+            for op, found in rates.items():
+                sides = [getattr(bed, op), lambda op=op: bed.raw(client, op) if client is not None else 0.0]
+                first = turn % 2
+                measured = {side: sides[side]() for side in (first, 1 - first)}
+                if turn:
+                    found.append((measured[0], measured[1]))
+        return [_row(connector, op, bed, found, client is not None) for op, found in rates.items()]
+    finally:
+        if client is not None:
+            client.close()
+        bed.close()
+
+
+def _row(connector: str, op: str, bed: Bed, found: list[tuple[float, float]], has_raw: bool) -> dict[str, Any]:
+    ours, raw = (statistics.median(side) for side in zip(*found, strict=True))
+    return {
+        "op": op,
+        "connector": connector.upper() if ":" not in connector else connector,
+        "block_bytes": bed.spec.payload_bytes,
+        "batch": BATCH,
+        "ratio": round(statistics.median(a / b for a, b in found), 2) if has_raw else None,
+        "gb_s": round(ours / 1e9, 2),
+        "raw_gb_s": round(raw / 1e9, 2) if has_raw else None,
+    }
+
+
+def _options(connector: str, given: Sequence[str]) -> dict[str, Any]:
+    pairs = [text.partition("=") for text in given]
+    if not all(name and equals for name, equals, _ in pairs):
+        raise ConfigError("give each option of the connector as name=value")
+    texts = {name: value for name, _, value in pairs}
+    cls = connector_class(connector)
+    return options_from_text(cls.Options, texts) if issubclass(cls, OptionsConnector) else texts
+
+
+def _stored_chain(view: ChainView) -> StoredChain:
+    count = view.num_blocks
+    return StoredChain(
+        root=-2,
+        root_key=view.root_key,
+        identity_digest=view.identity_digest,
+        rows=np.arange(count, dtype=np.int32),
+        keys=view.keys,
+        token_blocks=view.token_blocks,
+        extras=view.extras,
+        fidelity=np.zeros(count, np.uint8),
+        layout=np.zeros(count, np.uint8),
+        memo={},
+    )
+
+
+def _whole(operation: Operation) -> None:
+    if not operation.done or operation.count < operation.blocks:
+        reason = operation.reason if operation.done else "timeout"
+        raise StoreError(f"a batch ended after {operation.count} of {operation.blocks} blocks ({reason})", reason)

@@ -1,0 +1,290 @@
+"""Which server a key belongs to, and pipelines of requests to all of them at once.
+
+A standalone server is a cluster of one that owns every slot.  https://redis.io/docs/latest/operate/oss_and_stack/reference/cluster-spec/
+"""
+
+from __future__ import annotations
+
+import binascii
+import contextlib
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, TypeAlias
+
+import msgspec
+
+from .blocking import Call
+from .resp import Access, Address, RespConnection, ServerError, command
+
+SLOTS = 16384
+_ROUNDS = 5  # redirections that one request may take
+_LOOK_S = 1.0  # least time between two questions about who owns what
+_LEFT_ALONE_S = (0.5, 30.0)  # a server of a cluster that failed is not asked: after the first time, and at most
+_MOST_SERVERS = 16  # asked at the same time
+_MOVING = ("MOVED", "ASK", "TRYAGAIN")
+
+Answer: TypeAlias = Any
+"""A reply, the length of a value that was received, or an exception as a value."""
+
+
+class Away(ConnectionError):
+    """The owner of the key cannot be asked, while other servers of its cluster can."""
+
+
+class LeftAlone(ConnectionError):
+    """The server has failed a moment ago and is not asked now."""
+
+
+class Request(msgspec.Struct):
+    """One command on a key; with *view*, its answer is a value that belongs there."""
+
+    key: bytes
+    buffers: list[bytes | memoryview]
+    view: memoryview | None = None
+
+
+class Server:
+    """The connections to one server; as many as batches are on their way at once.
+
+    One of several, *in_cluster*, is left alone for a while when it fails, so that it costs the others no time.
+    """
+
+    def __init__(self, address: Address, access: Access) -> None:
+        self.address = address
+        self.in_cluster = False
+        self.failures = 0
+        self._access = access
+        self._idle: list[RespConnection] = []
+        self._lock = threading.Lock()
+        self._down_until_s = 0.0
+        self._closed = False
+
+    def ask(self, call: Call, requests: Sequence[Request], asking: bool = False) -> list[Answer]:
+        """Send all requests as one pipeline; what had no answer has the exception that says why."""
+        answers: list[Answer] = []
+        try:
+            connection, used = self._take()
+            try:
+                self._pipeline(call, connection, requests, asking, answers)
+            except TimeoutError:
+                raise
+            except OSError:
+                if not used or answers or call.cancelled:
+                    raise
+                # It was closed while nobody used it, by a restart perhaps: that says nothing about the server now.
+                self.forget()
+                connection, _ = self._take()
+                self._pipeline(call, connection, requests, asking, answers)
+            self.failures = 0
+        except OSError as error:
+            if not isinstance(error, LeftAlone) and not call.cancelled:
+                self._failed()
+            answers += [error] * (len(requests) - len(answers))
+        except ServerError as error:  # it answers, but does not let us in
+            answers += [error] * (len(requests) - len(answers))
+        return answers
+
+    def _failed(self) -> None:
+        first_s, most_s = _LEFT_ALONE_S
+        self._down_until_s = time.monotonic() + min(first_s * 2**self.failures, most_s)
+        self.failures = min(self.failures + 1, 16)
+
+    def _pipeline(
+        self, call: Call, connection: RespConnection, requests: Sequence[Request], asking: bool, answers: list[Answer]
+    ) -> None:
+        whole = False
+        call.on_cancel(connection.interrupt)
+        try:
+            extra = [command("ASKING")] if asking else []
+            connection.send([buffer for request in requests for buffer in (*extra, *request.buffers)])
+            for request in requests:
+                if asking:
+                    connection.reply()
+                answers.append(connection.reply() if request.view is None else connection.reply_into(request.view))
+            whole = True
+        finally:
+            call.on_cancel(None)
+            self._give(connection, whole and not call.cancelled)
+
+    def _take(self) -> tuple[RespConnection, bool]:
+        with self._lock:
+            if self._closed:
+                raise ConnectionError(f"the connector to {self.address} is closed")
+            if self.in_cluster and self.failures and time.monotonic() < self._down_until_s:
+                raise LeftAlone(f"{self.address} has failed a moment ago")
+            if self._idle:
+                return self._idle.pop(), True
+        return RespConnection(self.address, self._access), False
+
+    def _give(self, connection: RespConnection, usable: bool) -> None:
+        with self._lock:
+            if usable and not self._closed:
+                self._idle.append(connection)
+                return
+        connection.close()
+
+    def forget(self) -> None:
+        """Close the connections that nobody uses."""
+        with self._lock:
+            idle, self._idle = self._idle, []
+        for connection in idle:
+            connection.close()
+
+    def close(self) -> None:
+        """Close; connections in use are closed when their batch ends."""
+        self._closed = True
+        self.forget()
+
+
+class Nodes:
+    """The servers, and the slots each of them owns."""
+
+    def __init__(self, seeds: Sequence[Address], access: Access) -> None:
+        self._seeds = list(seeds)
+        self._access = access
+        self._lock = threading.Lock()
+        self._servers: dict[Address, Server] = {}
+        self._owners: list[Server | None] = []  # of each slot; empty where the server is alone
+        self._stale = True
+        self._looked_s = -_LOOK_S  # so that the first look is never too early
+        self._pool: ThreadPoolExecutor | None = None
+
+    def open(self) -> None:
+        """Learn who owns what from the first of the seeds that answers; raises what the last one said."""
+        self._pool = ThreadPoolExecutor(_MOST_SERVERS, thread_name_prefix="kvcache-factory-redis")
+        try:
+            self._look()
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Close all connections; idempotent."""
+        with self._lock:
+            servers, self._servers, self._owners = list(self._servers.values()), {}, []
+            self._stale, self._looked_s = True, -_LOOK_S
+            pool, self._pool = self._pool, None
+        for server in servers:
+            server.close()
+        if pool is not None:
+            pool.shutdown(wait=False)
+
+    def ask(self, call: Call, requests: Sequence[Request]) -> list[Answer]:
+        """The answers to all requests, following redirections; failures of single servers are values."""
+        if self._stale:
+            with contextlib.suppress(OSError, ServerError):
+                self._look()
+        answers: list[Answer] = [None] * len(requests)
+        todo: dict[tuple[Server | None, bool], list[int]] = defaultdict(list)
+        for i, request in enumerate(requests):
+            todo[self._owner(request.key), False].append(i)
+        for _ in range(_ROUNDS):
+            self._round(call, requests, todo, answers)
+            todo = self._redirected(answers)
+            if not todo or call.cancelled:
+                break
+        return self._apart(answers)
+
+    def _apart(self, answers: list[Answer]) -> list[Answer]:
+        """Failures of single servers told apart from the failure of all of them."""
+        servers = set(self._owners)
+        if not any(server is not None and not server.failures for server in servers):
+            return answers
+        return [Away(str(answer)) if isinstance(answer, OSError) else answer for answer in answers]
+
+    def _round(self, call: Call, requests: Sequence[Request], todo: Any, answers: list[Answer]) -> None:
+        """Ask each server its part, all at the same time; the first of them on this thread."""
+        parts = list(todo.items())
+        later: list[tuple[list[int], Future[list[Answer]]]] = []
+        calls = [call] if len(parts) == 1 else call.split(len(parts))
+        for part, ((server, asking), rows) in list(zip(calls, parts, strict=True))[1:]:
+            assert self._pool is not None
+            later.append((rows, self._pool.submit(_ask, server, part, [requests[i] for i in rows], asking)))
+        (server, asking), rows = parts[0]
+        _put(answers, rows, _ask(server, calls[0], [requests[i] for i in rows], asking))
+        for rows, future in later:
+            _put(answers, rows, future.result())
+        call.on_cancel(None)
+        if self._owners and any(isinstance(answer, OSError) for answer in answers):
+            self._stale = True
+
+    def _redirected(self, answers: list[Answer]) -> dict[tuple[Server | None, bool], list[int]]:
+        """Requests to be sent elsewhere, by server; what a MOVED says about its slot is kept."""
+        todo: dict[tuple[Server | None, bool], list[int]] = defaultdict(list)
+        for i, answer in enumerate(answers):
+            if not isinstance(answer, ServerError) or answer.code not in _MOVING[:2] or not self._owners:
+                continue
+            slot, place = str(answer).split()[1:3]
+            host, _, port = place.rpartition(":")
+            with self._lock:
+                server = self._server(Address(host or self._seeds[0].host, int(port)))
+                if answer.code == "MOVED":
+                    self._owners[int(slot)] = server
+                    self._stale = True
+            todo[server, answer.code == "ASK"].append(i)
+        return todo
+
+    def _owner(self, key: bytes) -> Server | None:
+        owners = self._owners
+        return owners[slot_of(key)] if owners else self._servers.get(self._seeds[0])
+
+    def _look(self) -> None:
+        """Read who owns what; at most once in a while."""
+        now = time.monotonic()
+        if now - self._looked_s < _LOOK_S:
+            return
+        self._looked_s = now
+        problem: Exception = ConnectionError("no server to ask")
+        for address in dict.fromkeys([*self._seeds, *self._servers]):
+            with self._lock:
+                server = self._server(address)
+            request = Request(b"", [command("CLUSTER", "SLOTS")])
+            (answer,) = server.ask(Call(), [request])
+            if isinstance(answer, list) and answer:
+                self._learn(address, answer)
+                return
+            if isinstance(answer, ServerError) and "cluster support disabled" in str(answer):
+                self._seeds, self._stale = [address], False
+                return
+            problem = answer if isinstance(answer, Exception) else ConnectionError(f"{address} owns no slots yet")
+        raise problem
+
+    def _learn(self, asked: Address, ranges: list[Any]) -> None:
+        owners: list[Server | None] = [None] * SLOTS
+        with self._lock:
+            for first, last, master, *_ in ranges:
+                host = (master[0] or b"").decode() or asked.host
+                server = self._server(Address(host, int(master[1])))
+                server.in_cluster = True
+                owners[first : last + 1] = [server] * (last + 1 - first)
+            self._owners = owners
+            self._stale = False
+
+    def _server(self, address: Address) -> Server:
+        server = self._servers.get(address)
+        if server is None:
+            server = self._servers[address] = Server(address, self._access)
+        return server
+
+
+def slot_of(key: bytes) -> int:
+    """The slot of a key: CRC-16 of it, or of what stands between the first braces in it."""
+    begin = key.find(b"{")
+    end = key.find(b"}", begin + 1)
+    if begin >= 0 and end > begin + 1:
+        key = key[begin + 1 : end]
+    return binascii.crc_hqx(key, 0) % SLOTS
+
+
+def _ask(server: Server | None, call: Call, requests: Sequence[Request], asking: bool) -> list[Answer]:
+    if server is None:
+        return [ConnectionError("no server of the cluster owns the slot of this key")] * len(requests)
+    return server.ask(call, requests, asking)
+
+
+def _put(answers: list[Answer], rows: Sequence[int], values: Sequence[Answer]) -> None:
+    for i, value in zip(rows, values, strict=True):
+        answers[i] = value

@@ -1,0 +1,124 @@
+"""Blocks that a save drives out of memory, on their way to a remote level that takes what leaves.
+
+The engine waits for a copy in memory, never for the store.  The copies lie in slots of their own until they are
+written; what finds none there is lost as without a remote level.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from ..memory.move import copy_slots
+from ..store.base import Operation
+from .images import seal
+from .io import Lane
+from .ledger import Event
+from .table import Rows
+from .tier import Tier
+from .transit import Transit
+from .values import StoredChain
+
+if TYPE_CHECKING:
+    from .remote import RemoteLevel
+
+
+class Leaving:
+    """The way down for what is gone from memory before it is written.
+
+    Parameters
+    ----------
+    source:
+        The memory tier that blocks leave.
+    passing:
+        Slots in which they wait.
+    """
+
+    def __init__(self, level: RemoteLevel, source: Tier, passing: Transit) -> None:
+        self._level = level
+        self._source = source
+        self._passing = passing
+        self._on_their_way: dict[bytes, bool] = {}
+        self._lock = threading.Lock()
+
+    def send(self, rows: Rows, lost: str = "") -> npt.NDArray[np.bool_]:
+        """Copy blocks that are about to leave and are pinned, for writing them; which of *rows* are not lost.
+
+        *lost*: the reason under which those are counted that found no room.
+        """
+        index, kept = self._source.index, self._level.writes.is_written(rows)
+        missing = rows[~kept]
+        while len(missing):
+            tip = int(missing[index.depth[missing].argmax()])
+            chain = index.stored_chain(tip, self._level.roots)
+            mine = np.flatnonzero(np.isin(chain.rows, missing))
+            taken = self._send(chain, mine)
+            if lost:
+                self._level.count(Event.NOT_STORED, len(mine) - taken, lost)
+            kept |= np.isin(rows, chain.rows[mine[:taken]])
+            missing = missing[~np.isin(missing, chain.rows) & (missing != tip)]
+        return kept
+
+    def forget(self, names: Sequence[bytes]) -> None:
+        """*names* are being deleted: those that are on their way must be deleted once more when they have arrived."""
+        with self._lock:
+            for name in self._on_their_way.keys() & set(names):
+                self._on_their_way[name] = True
+
+    def close(self) -> None:
+        """Free the slots."""
+        self._passing.close()
+
+    def _send(self, chain: StoredChain, blocks: npt.NDArray[np.int64]) -> int:
+        """Copy these *blocks*, as many leading ones as there are slots, and queue them; returns how many."""
+        level, passing, spec = self._level, self._passing, self._passing.spec
+        slots = passing.take(len(blocks))
+        count = len(slots)
+        if not count:
+            return 0
+        source = self._source
+        offsets = source.payload_offset, spec.header_bytes
+        copy_slots(source.slots, chain.rows[blocks[:count]], passing.memory, slots, spec.payload_bytes, *offsets)
+        names = level.names.of(chain, blocks[:count].tolist())
+        with self._lock:
+            self._on_their_way.update(dict.fromkeys(names, False))
+        if level.io.submit(Lane.STORE, partial(self._write, chain, blocks[:count], slots, names)) is not None:
+            return count
+        self._end(slots, names)
+        return 0
+
+    def _write(self, chain: StoredChain, blocks: npt.NDArray[np.int64], slots: Rows, names: list[bytes]) -> None:
+        level, step, done = self._level, self._level.options.op_batch, 0
+        seal(self._passing.spec, self._passing.memory.view, slots, chain, blocks)
+        level.names.remember(names)
+        going = True
+        for start in range(0, len(slots), step):
+            part = slice(start, start + step)
+            operation = self._put(names[part], slots[part]) if going else None
+            end = partial(self._end, slots[part], names[part])
+            if operation is None:
+                end()
+                continue
+            operation.then(end)
+            count = operation.count if operation.done else 0
+            level.count(Event.STORED, count)
+            done += count
+            going = count == len(slots[part])
+            reason = operation.reason if operation.done else "timeout"
+        level.count(Event.NOT_STORED, len(slots) - done, reason)
+
+    def _put(self, names: list[bytes], slots: Rows) -> Operation:
+        with self._level.timing("put"):
+            return self._level.store.put(names, self._passing.memory, slots, self._level.deadline_s(len(slots)))
+
+    def _end(self, slots: Rows, names: list[bytes]) -> None:
+        self._passing.give_back(slots)
+        with self._lock:
+            dropped = [name for name in names if self._on_their_way.pop(name, False)]
+        if dropped:
+            self._level.forget(dropped)

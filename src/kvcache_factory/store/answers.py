@@ -1,0 +1,49 @@
+"""What a connector's statuses come to: how many leading blocks went well, and why no more."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Sequence
+from typing import Any
+
+import msgspec
+
+from ..status import Status, StatusCodes
+
+_WORDS = {
+    StatusCodes.NOT_FOUND: "absent",
+    StatusCodes.INVALID: "invalid",
+    StatusCodes.OUT_OF_MEMORY: "full",
+    StatusCodes.TIMEOUT: "timeout",
+    StatusCodes.DENIED: "denied",
+    StatusCodes.CANCELLED: "cancelled",
+}
+
+
+class Answers(msgspec.Struct, frozen=True):
+    """How many leading blocks went well, and what came of the next."""
+
+    count: int
+    reason: str = ""
+    detail: str = ""
+
+
+async def together(calls: Sequence[Awaitable[Any]]) -> list[Any]:
+    """Every call to its end, exceptions as results: none may be running when its memory is given back."""
+    return list(await asyncio.gather(*calls, return_exceptions=True))
+
+
+def leading(answers: Sequence[object]) -> Answers:
+    """What a list of statuses comes to; whatever else a connector returned is a failure."""
+    for count, answer in enumerate(answers):
+        if isinstance(answer, Status):
+            if answer.is_ok():
+                continue
+            return Answers(count, _WORDS.get(answer.error_code, "error"), str(answer))
+        return Answers(count, "error", f"{type(answer).__name__}: {answer}")
+    return Answers(len(answers))
+
+
+def after(before: Answers, more: Answers) -> Answers:
+    """A whole batch and the one behind it."""
+    return Answers(before.count + more.count, more.reason, more.detail)

@@ -1,0 +1,64 @@
+"""The benchmark of connectors: both sides move the same bytes, and what comes back wrong is no figure."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvcache_factory.bench import l2, raw_clients
+from kvcache_factory.connector import mock
+from kvcache_factory.connector.mock import MockConnector
+from kvcache_factory.errors import ConfigError, StoreError
+
+
+@pytest.mark.parametrize(("connector", "compared"), [("MOCK", False), ("shfs", True), ("ROCKSDB", True)])
+def test_a_row_for_each_way_and_size(connector: str, compared: bool) -> None:
+    """With a ratio where there is a yardstick; a store in a directory gets one of its own."""
+    if connector == "ROCKSDB":
+        pytest.importorskip("rocksdict", reason="the package rocksdict is not installed")
+    rows = l2.run_l2(connector, quick=True)
+    assert [(row["op"], row["block_bytes"]) for row in rows] == [
+        ("put", 128 << 10), ("get", 128 << 10), ("put", 2 << 20), ("get", 2 << 20)
+    ]  # fmt: skip
+    assert all(row["connector"] == connector.upper() and row["gb_s"] >= 0 for row in rows)
+    assert all((row["ratio"] is not None) == (row["raw_gb_s"] is not None) == compared for row in rows)
+
+
+def test_options_reach_the_connector() -> None:
+    """As name=value; anything else is an error."""
+    l2.run_l2("MOCK", ["share=bench"], quick=True)
+    assert mock._shared["bench"] == {}, "what was stored is deleted"
+    with pytest.raises(ConfigError, match="name=value"):
+        l2.run_l2("MOCK", ["share"], quick=True)
+    with pytest.raises(ConfigError, match=r"no option 'shared'; use use_rdma"):
+        l2.run_l2("MOCK", ["shared=x"], quick=True)
+    with pytest.raises(ConfigError, match="use_noop='perhaps'"):
+        l2.run_l2("MOCK", ["use_noop=perhaps"], quick=True)
+    with pytest.raises(ConfigError, match="did you mean"):
+        l2.run_l2("MOK", quick=True)
+
+
+def test_wrong_bytes_are_no_figure(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store that loses or changes blocks is an error, not a rate."""
+
+    async def nothing(self: MockConnector, key: bytes, mr: Any) -> Any:
+        return mock.Status()
+
+    monkeypatch.setattr(MockConnector, "get", nothing)
+    with pytest.raises(StoreError, match="came back wrong"):
+        l2.run_l2("MOCK", quick=True)
+    monkeypatch.undo()
+    with pytest.raises(StoreError, match="after 0 of"):
+        l2.run_l2("MOCK", ["use_noop=true"], quick=True)
+
+
+def test_raw_files_give_back_what_they_took(tmp_path: Path) -> None:
+    """The yardstick does the same work."""
+    client = raw_clients.RawFiles({"root": tmp_path})
+    target = bytearray(2 * 5000)
+    views = [memoryview(target)[:5000], memoryview(target)[5000:]]
+    client.put([b"a", b"b"], [memoryview(b"x" * 5000), memoryview(b"y" * 5000)])
+    client.get([b"b", b"a"], views)
+    assert bytes(target) == b"y" * 5000 + b"x" * 5000

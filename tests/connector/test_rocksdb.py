@@ -1,0 +1,110 @@
+"""ROCKSDB, with the real RocksDB of the package rocksdict."""
+
+from __future__ import annotations
+
+from concurrent.futures import Executor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvcache_factory.connector import Connector
+from kvcache_factory.connector.rocksdb import RocksDBConnector, RocksDBOptions, private_directory
+from kvcache_factory.errors import ConfigError, MissingDependencyError
+from kvcache_factory.testing.connectors import PAGE, Call, ConnectorTests, Memory
+
+
+def rocksdb(executor: Executor, directory: Path, **options: Any) -> RocksDBConnector:
+    return RocksDBConnector.from_options("conn", executor, RocksDBOptions(root=str(directory), **options))
+
+
+class TestRocksDB(ConnectorTests):
+    def make_connector(self, executor: Executor, directory: Path) -> Connector[bytes, Any]:
+        return rocksdb(executor, directory)
+
+    def test_every_option_of_the_table_is_taken(self, executor: Executor, tmp_path: Path, call: Call) -> None:
+        """RocksDB opens with small buffers, without a time to live, and keeps what is more than one buffer."""
+        connector = rocksdb(
+            executor,
+            tmp_path,
+            ttl_s=0,
+            write_buffer_size=1 << 20,
+            target_file_size_base=1 << 20,
+            max_write_buffer_number=2,
+            max_total_wal_size=4 << 20,
+            max_background_jobs=2,
+        )
+        memory = Memory(PAGE * 100)
+        assert connector.open().is_ok()
+        for number in range(40):
+            assert call(connector.put(b"%d" % number, memory[number % 8])).is_ok()
+        written = {path.suffix for path in connector.path.iterdir()}
+        for number in range(40):
+            assert call(connector.get(b"%d" % number, memory[0 if number % 8 else 1])).is_ok()
+        connector.close()
+        assert ".sst" in written  # the small buffer was full several times
+
+    def test_a_value_is_gone_when_its_time_is_over(self, executor: Executor, tmp_path: Path, call: Call) -> None:
+        """To the second, not with some later compaction; a put begins anew."""
+        connector, memory, now = rocksdb(executor, tmp_path, ttl_s=10), Memory(PAGE), [1000.0]
+        connector.clock = lambda: now[0]  # type: ignore[method-assign]
+        assert connector.open().is_ok()
+        assert call(connector.put(b"key", memory[0])).is_ok()
+        for at_s, there in ((1009.5, True), (1010.0, False)):
+            now[0] = at_s
+            assert call(connector.exists(b"key")).is_ok() is there
+            assert call(connector.get(b"key", memory[1])).is_ok() is there
+        assert call(connector.put(b"key", memory[0])).is_ok()
+        assert call(connector.exists(b"key")).is_ok()
+        connector.close()
+
+    def test_a_look_up_reads_no_value(self, executor: Executor, tmp_path: Path, call: Call) -> None:
+        """The database is never asked for the value when only its existence is of interest."""
+        connector, memory = rocksdb(executor, tmp_path), Memory(PAGE)
+        assert connector.open().is_ok()
+        assert call(connector.put(b"key", memory[0])).is_ok()
+        database, connector._db = connector._db, None
+        assert call(connector.exists(b"key")).is_ok()
+        assert call(connector.exists(b"absent")).is_not_found()
+        connector._db = database
+        connector.close()
+
+    def test_a_database_is_for_one(self, executor: Executor, tmp_path: Path) -> None:
+        """A second connector is told what to do; the first goes on."""
+        first, second = rocksdb(executor, tmp_path), rocksdb(executor, tmp_path)
+        assert first.open().is_ok()
+        refused = second.open()
+        assert refused.is_denied()
+        assert "its own root" in str(refused.value)
+        first.close()
+        assert second.open().is_ok()
+        second.close()
+
+    def test_the_database_is_private(self, executor: Executor, tmp_path: Path) -> None:
+        """Nobody else can look into it."""
+        connector = rocksdb(executor, tmp_path / "new")
+        assert connector.open().is_ok()
+        assert connector.path.stat().st_mode & 0o777 == 0o700
+        connector.close()
+
+    def test_a_root_that_cannot_be_made_is_a_configuration_error(self, executor: Executor, tmp_path: Path) -> None:
+        """What, where, what to do."""
+        (tmp_path / "file").write_text("")
+        with pytest.raises(ConfigError, match="give another root"):
+            rocksdb(executor, tmp_path / "file").open()
+
+    def test_without_the_package_the_error_names_it(
+        self, executor: Executor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """One error, with the command that mends it."""
+        monkeypatch.setitem(__import__("sys").modules, "rocksdict", None)
+        with pytest.raises(MissingDependencyError, match=r"pip install 'kvcache-factory\[rocksdb\]'"):
+            rocksdb(executor, tmp_path).open()
+
+
+@pytest.mark.parametrize("name", ["..", ".", "", "../../etc", "/etc", "a/b", ".hidden"])
+def test_no_connection_is_named_out_of_its_root(name: str, tmp_path: Path) -> None:
+    """Whatever the namespace is called, its directory is one below the root."""
+    path = private_directory(str(tmp_path / "root"), name)
+    assert path.resolve().parent == tmp_path / "root"
+    assert not path.name.startswith(".")
