@@ -71,6 +71,8 @@ class DiskBackend(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="
     """Encrypt with the key in this file, which only its owner can read: 32 bytes, or 64 hex digits."""
     key_env: str | None = None
     """Encrypt with the key in the environment variable of this name."""
+    codec: str | None = None
+    """Encode blocks on their way to the disk: ``"bf16x"``, ``"int8"``, ``"pca:step=0.5,table=FILE"``, and so on."""
 
     def __post_init__(self) -> None:
         if self.size_gb is None:

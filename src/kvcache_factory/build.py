@@ -26,21 +26,28 @@ from .backend import (
 from .block.identity import Identity
 from .cluster.opening import open_cluster
 from .codec.aesgcm import AesGcm
+from .codec.base import BlockCodec
+from .codec.calibration import tables_directory
+from .codec.coder import Coder
 from .codec.keys import load_key
+from .codec.names import make_codec, parse_codec
 from .config import ManagerConfig
 from .connector.base import Connector, ConnectorConfig
 from .connector.names import check_name, create_connector
 from .engine.chain import TierChain
+from .engine.compressing import CompressionRule
 from .engine.flow import FlowSettings
 from .engine.lasting import LastingTier
 from .engine.ledger import Ledger
+from .engine.packed import PackedTier
 from .engine.remote import RemoteLevel, RemoteOptions
 from .engine.roots import Roots
 from .engine.tier import Ingestion, Tier
 from .engine.transit import TRANSIT_BYTES
-from .errors import CapacityError
+from .errors import CapacityError, ConfigError
 from .policy.base import EvictionPolicy
-from .policy.placement import check_placement, policy_at, size_cap_gb, swap_level
+from .policy.compression import CompressionPolicy
+from .policy.placement import check_placement, compresses, policy_at, size_cap_gb, swap_level
 from .store.disk import DiskStore
 from .store.disk.identities import leave_note
 from .store.memory import MemoryStore
@@ -66,9 +73,17 @@ def build_chain(
     check_placement(policy, kinds)
     budgets = level_budgets(levels, size_cap_gb(policy, None), [size_cap_gb(policy, kind) for kind in kinds])
     roots = Roots()
+    compression = config.compression_policy
+    codings = [coding_of(level, kind, compression, policy) for level, kind in zip(levels, kinds, strict=True)]
+    if outside is not None and any(codec and kind != "disk" for (codec, _), kind in zip(codings, kinds, strict=True)):
+        raise ConfigError(
+            "blocks in memory cannot be encoded above a remote level, which copies them out of whole slots; give "
+            "CompressionPolicy tiers=('disk',), or leave the remote level out"
+        )
+    places = [tables_directory()]
     tiers = [
-        _tier(name, level, policy_at(policy, kind), budget, ledger, clock, roots)
-        for name, level, kind, budget in zip(_names(kinds), levels, kinds, budgets, strict=True)
+        _tier(name, level, policy_at(policy, kind), budget, ledger, clock, roots, coding, places)
+        for name, level, kind, budget, coding in zip(_names(kinds), levels, kinds, budgets, codings, strict=True)
     ]
     for number, tier in enumerate(tiers):
         tier.swap_to = swap_level(policy, number, kinds)
@@ -129,23 +144,54 @@ def _tier(
     ledger: Ledger,
     clock: Callable[[], float],
     roots: Roots,
+    coding: tuple[BlockCodec | None, CompressionRule],
+    places: Sequence[Path],
 ) -> Tier:
+    codec, rule = coding
     if isinstance(level, DiskBackend):
-        store = DiskStore(level.path, budget, level.segment_mb << 20, direct=level.direct)
+        store = DiskStore(level.path, budget, level.segment_mb << 20, direct=level.direct, encoded=codec is not None)
         tier = LastingTier(name, store, policy, budget, ledger, clock, roots)
         tier.ingestion = Ingestion(level.ingestion)
         tier.hot_hits = level.hot_hits
+        tier.coder, tier.rule = Coder(codec, [Path(level.path), *places]), rule
         if level.is_encrypted:
             tier.codec = AesGcm(partial(load_key, level.key_file, level.key_env))
         return tier
-    if isinstance(level, CPUBackend):
-        memory = MemoryStore(None, level.huge_pages, level.shared)
-    else:
-        assert isinstance(level, GPUBackend), "a remote level is no tier"
-        memory = MemoryStore(level.device)
-    made = Tier(name, memory, policy, budget, ledger, clock)
+    if codec is not None:
+        packed = PackedTier(name, _memory_store(level), policy, budget, ledger, clock)
+        packed.coder, packed.rule = Coder(codec, places), rule
+        return packed
+    made = Tier(name, _memory_store(level), policy, budget, ledger, clock)
     made.is_staging = isinstance(level, CPUBackend) and level.staging
     return made
+
+
+def _memory_store(level: Level) -> MemoryStore:
+    if isinstance(level, CPUBackend):
+        return MemoryStore(None, level.huge_pages, level.shared)
+    assert isinstance(level, GPUBackend), "a remote level is no tier"
+    return MemoryStore(level.device)
+
+
+def coding_of(
+    level: Level, kind: str, policy: CompressionPolicy | None, eviction: EvictionPolicy
+) -> tuple[BlockCodec | None, CompressionRule]:
+    """What a level encodes by, and which blocks; ConfigError for an unknown codec or a wrong parameter."""
+    if isinstance(level, DiskBackend) and level.codec is not None:
+        return parse_codec(level.codec), CompressionRule()
+    when_full = compresses(eviction, kind)
+    if policy is None and when_full:
+        policy = CompressionPolicy()
+    if policy is None or not policy.applies_to(kind):
+        return None, CompressionRule()
+    rule = CompressionRule(
+        keep_first=policy.keep_first,
+        behind_tokens=max(policy.threshold_step, policy.keep_recent),
+        min_age_s=policy.min_age_s,
+        max_hits=policy.max_hits,
+        when_full=when_full,
+    )
+    return make_codec(policy.method, **policy.options), rule
 
 
 def leave_notes(backend: Backend, identity: Identity) -> None:

@@ -32,7 +32,7 @@ class ManagerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     eviction_policy: PolicyConfig = PolicyConfig()
     """Who leaves."""
     compression_policy: CompressionPolicy | None = None
-    """How blocks will shrink; this version stores them as they are."""
+    """When blocks are encoded, and by which codec."""
     enable_metrics: bool = False
     """Measure the time of each operation."""
     metrics_port: int | None = None

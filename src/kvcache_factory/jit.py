@@ -19,11 +19,12 @@ _K = TypeVar("_K", bound="Kernel")
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 _KERNELS: list[Kernel] = []
+_LATE: list[Kernel] = []
 _HELPERS: set[Any] = set()
 _LOCK = threading.Lock()
 _STARTING = threading.Lock()
 _THREADS: list[threading.Thread] = []
-_STATE = {"warm": False, "reason": "not warmed up yet"}
+_STATE = {"warm": False, "late": False, "reason": "not warmed up yet"}
 
 
 def numba_refused() -> bool:
@@ -114,6 +115,22 @@ def kernel(signature: str, fallback: Callable[..., Any] | None = None) -> Callab
     return wrap
 
 
+def late_kernel(signature: str, fallback: Callable[..., Any]) -> Callable[[Callable[..., Any]], Kernel]:
+    """As :func:`kernel`, for what few processes use: compiled only after :func:`want_late`."""
+
+    def wrap(loop: Callable[..., Any]) -> Kernel:
+        made = Kernel(signature, loop, fallback)
+        _LATE.append(made)
+        return made
+
+    return wrap
+
+
+def want_late() -> None:
+    """Have every :func:`warm_up` from now on compile late kernels, too."""
+    _STATE["late"] = True
+
+
 def warm_up() -> bool:
     """Compile every kernel now; True when the compiled kernels are in use afterwards."""
     with _LOCK:
@@ -121,13 +138,13 @@ def warm_up() -> bool:
             _STATE["reason"] = "refused by KVCACHE_FACTORY_NO_NUMBA"
             return False
         try:
-            for k in _KERNELS:  # those compiled earlier return at once
+            for k in [*_KERNELS, *(_LATE if _STATE["late"] else ())]:  # those compiled earlier return at once
                 k.compile()
         except ImportError:
             _STATE["reason"] = "numba is not installed: pip install 'kvcache-factory[fast]'"
             return False
         except Exception as error:  # a broken numba must never stop the cache: the fallbacks are complete
-            for k in _KERNELS:
+            for k in [*_KERNELS, *_LATE]:
                 k.compiled = None
             _STATE["reason"] = f"numba failed to compile: {type(error).__name__}: {error}"
             return False

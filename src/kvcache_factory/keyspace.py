@@ -217,7 +217,8 @@ class KeySpace:
             hint = self._hint(session, reuse_hint, total_blocks=chain.num_blocks)
             if context.serving:
                 self._require(chain)
-                match = context.chain.finding.match(chain, self.root, request_id, limit, Fidelity.EXACT, hint)
+                finding = context.chain.finding
+                match = finding.match(chain, self.root, request_id, limit, finding.worst, hint)
             elif context.bypassed and limit:
                 context.ledger.add(MANAGER, Event.ASKED, limit)
                 context.ledger.add(MANAGER, Event.MISS, limit, reason="bypassed")

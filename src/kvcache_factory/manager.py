@@ -63,7 +63,7 @@ class CacheManager:
     eviction_policy:
         Who leaves when a tier is full; the default is leaf-first LRU.
     compression_policy:
-        Kept as a description only: this version stores blocks as they are, and says so in the log.
+        When blocks are encoded, and by which codec; the default is never.
     enable_metrics:
         Measure the time of each operation; counts are always kept.  See :meth:`state` and :attr:`registry`.
     metrics_port:
@@ -128,12 +128,8 @@ class CacheManager:
             raise ConfigError(f"backend={backend!r}: use CPUBackend, GPUBackend or HierarchicalBackend")
         if not isinstance(policy, EvictionPolicy):
             raise ConfigError(f"eviction_policy={policy!r}: use an EvictionPolicy, such as LRUEvictionPolicy()")
-        if compression_policy is not None:
-            if not isinstance(compression_policy, CompressionPolicy):
-                raise ConfigError(f"compression_policy={compression_policy!r}: use CompressionPolicy, or leave it None")
-            _log.warning(
-                "manager %r: %s is not applied: this version stores blocks as they are", name, compression_policy
-            )
+        if compression_policy is not None and not isinstance(compression_policy, CompressionPolicy):
+            raise ConfigError(f"compression_policy={compression_policy!r}: use CompressionPolicy, or leave it None")
         self.policy = policy
         self.config = ManagerConfig(
             backend=backend,

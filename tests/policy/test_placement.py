@@ -52,7 +52,7 @@ def test_members_decide_where_they_belong() -> None:
         (LRUEvictionPolicy(action="swap_to_disk"), ["gpu", "cpu"], "no level of kind disk"),
         (LRUEvictionPolicy(action="swap_to_cpu"), ["cpu", "disk"], "no level of kind cpu"),
         (HybridPolicy([FIFOEvictionPolicy(target="cpu", action="swap_to_cpu")]), KINDS, "no level of kind cpu"),
-        (LFUEvictionPolicy(action="compress"), KINDS, "stores blocks as they are"),
+        (LFUEvictionPolicy(target="disk", action="compress"), KINDS, "only levels in memory"),
     ],
 )
 def test_what_a_backend_lacks_is_refused(policy: EvictionPolicy, kinds: list[str], says: str) -> None:
@@ -90,11 +90,11 @@ def test_configurations_of_all_of_it_make_the_trip_through_data(tmp_path: Any) -
     )
     again = CacheManager.from_config(manager.to_config())
     assert again.to_config() == manager.to_config()
-    assert again.state()["compression"] == "none"
+    assert again.state()["compression"] == "int8"
 
 
 def test_compression_is_a_registered_name() -> None:
-    """An unknown method is refused; a known one is kept, and not applied."""
+    """An unknown method is refused, and so is what is no policy."""
     with pytest.raises(ConfigError, match="int8"):
         CompressionPolicy(method="int3")
     with pytest.raises(ConfigError, match="CompressionPolicy"):

@@ -173,6 +173,7 @@ def _stored_chain(view: ChainView) -> StoredChain:
         extras=view.extras,
         fidelity=np.zeros(count, np.uint8),
         layout=np.zeros(count, np.uint8),
+        codings=np.zeros(count, np.uint8),
         memo={},
     )
 

@@ -152,6 +152,8 @@ class KeyChain:
         self.builder = builder
         self._most_blocks = max_tokens // identity.block_tokens if max_tokens >= 0 else sys.maxsize
         self.memo: dict[int, object] = {}
+        self.found_fidelity = 0
+        """The worst fidelity of what was found of it: what is computed behind that is no better."""
         """Free for indexes: what one remembers of its last match, by its own number.  Emptied when blocks change."""
         self.root = root_key(identity, builder)
         """16 bytes: the key before the first block."""

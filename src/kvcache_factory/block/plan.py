@@ -82,14 +82,15 @@ class Match(msgspec.Struct, frozen=True):
 
 
 class SavePlan(msgspec.Struct, frozen=True):
-    """Rows of the first tier that are reserved for blocks *first* .. of a chain, until somebody has filled them."""
+    """Rows of the first tier that are reserved for blocks *first* .. of a chain, until somebody has filled *slots*."""
 
     first: int
     rows: Rows
+    slots: Rows
 
 
 class LoadPlan(msgspec.Struct, frozen=True):
-    """Rows of the first tier that hold the leading blocks of a match, and the numbers of their layouts ``[n]``."""
+    """Slots of the first tier that hold the leading blocks of a match, and the numbers of their layouts ``[n]``."""
 
     rows: Rows = np.empty(0, np.int32)
     codes: npt.NDArray[np.uint8] = np.empty(0, np.uint8)

@@ -11,7 +11,20 @@ from .. import __version__
 from ..errors import KVCacheError
 from .output import debugging
 
-COMMANDS = ("bench", "cluster", "demo", "doctor", "env", "inspect", "plan", "purge", "replay", "verify")
+COMMANDS = (
+    "bench",
+    "calibrate",
+    "cluster",
+    "demo",
+    "doctor",
+    "env",
+    "inspect",
+    "plan",
+    "purge",
+    "quality",
+    "replay",
+    "verify",
+)
 
 
 class CleanError(click.ClickException):

@@ -97,9 +97,10 @@ class AesGcm(ImageCodec):
         return self._engine
 
     def encode(self, spec: BlockSpec, image: Bytes, out: Bytes) -> None:
-        engine, body = self._open, _body(spec)
+        engine = self._open
         header = unpack_header(image[: spec.header_bytes].data)
-        assert header.payload_bytes == spec.payload_bytes
+        assert header.payload_bytes <= spec.payload_bytes
+        body = _body(spec, header.payload_bytes)
         inner = _inner_codec(header)
         params = Params(engine.key_id, self._random(NONCE_BYTES), bytes(16), bytes(8), inner, header.codec_params)
         out[:HEADER_FIXED] = image[:HEADER_FIXED]
@@ -123,14 +124,14 @@ class AesGcm(ImageCodec):
         if header.codec != AES_GCM:
             return None
         params = Params.unpack(header.codec_params)
-        if params is None or header.payload_bytes != spec.payload_bytes:
+        if params is None or header.payload_bytes > spec.payload_bytes:
             return "codec"
         if params.key_id != self._open.key_id:
             return WRONG_KEY
-        return self._decrypt(spec, image, params)
+        return self._decrypt(spec, _body(spec, header.payload_bytes), image, params)
 
-    def _decrypt(self, spec: BlockSpec, image: Bytes, params: Params) -> str | None:
-        engine, body = self._open, _body(spec)
+    def _decrypt(self, spec: BlockSpec, body: slice, image: Bytes, params: Params) -> str | None:
+        engine = self._open
         cipher = engine.decryptor(params.nonce)
         cipher.authenticate_additional_data(_authenticated(image))
         payload_sum = cipher.update(params.payload_sum)
@@ -138,7 +139,7 @@ class AesGcm(ImageCodec):
         try:
             cipher.finalize_with_tag(params.tag)
         except engine.invalid_tag:
-            image[: body.stop] = 0
+            image[: spec.header_bytes + spec.payload_bytes] = 0
             return NOT_AUTHENTIC
         _set_payload_sum(image, payload_sum)
         _say(image, params.inner_codec, params.inner_params)
@@ -173,9 +174,9 @@ class _Engine:
         return self._cipher(nonce).decryptor()
 
 
-def _body(spec: BlockSpec) -> slice:
-    """What is encrypted in its place: from the tokens to the end of the payload."""
-    return slice(HEADER_FIXED, spec.header_bytes + spec.payload_bytes)
+def _body(spec: BlockSpec, payload_bytes: int) -> slice:
+    """What is encrypted in its place: from the tokens to the end of the payload as it is stored."""
+    return slice(HEADER_FIXED, spec.header_bytes + payload_bytes)
 
 
 def _inner_codec(header: Header) -> bytes:

@@ -1,18 +1,21 @@
-"""The contract of the last codec of a tier: what is done to whole slot images before they are written outside.
+"""The contracts of codecs: of those that make payloads smaller, and of the last one, which seals whole slot images.
 
-A codec turns one image into another of the same size, in memory that the caller supplies.  The result is an image like
-any other: its header can be read, its checksums are right, and it says which codec undoes it.
+A :class:`BlockCodec` turns one payload into fewer bytes and says how far what it gives back may be from what it got.
+
+An :class:`ImageCodec` turns one image into another of the same size, in memory that the caller supplies.  The result is
+an image like any other: its header can be read, its checksums are right, and it says which codec undoes it.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import ClassVar
+from typing import Any, ClassVar
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from ..block.spec import BlockSpec
+from ..block.spec import BlockSpec, Layout
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -25,8 +28,99 @@ CIPHERS = frozenset({AES_GCM})
 NO_KEY = "no_key"
 WRONG_KEY = "wrong_key"
 NOT_AUTHENTIC = "not_authentic"
-UNREADABLE_HERE = frozenset({NO_KEY, WRONG_KEY})
+NOT_FINITE = "not_finite"
+BOUND_EXCEEDED = "bound_exceeded"
+DOES_NOT_PAY = "does_not_pay"
+NO_CODEC = "no_codec"
+NO_TABLE = "no_calibration"
+"""Reasons why a payload stays as it is (NaN or infinity, an error above what the codec declares, nothing gained), or
+cannot be read here (a codec or a calibration that this process does not have)."""
+
+UNREADABLE_HERE = frozenset({NO_KEY, WRONG_KEY, NO_CODEC, NO_TABLE})
 """Reasons that say nothing against the image: somebody else can read it."""
+
+
+class Encoded(msgspec.Struct, frozen=True):
+    """An encoded payload: *data* ``uint8 [n]``, and the *params* (at most 180 bytes) that its codec needs to decode."""
+
+    data: Bytes
+    params: bytes = b""
+    max_rel_error: float = 0.0
+    """Measured: the largest error of an element, in units of the largest magnitude in its plane (layer, K or V)."""
+
+
+class BlockCodec(ABC):
+    """Encodes and decodes payloads of one geometry; safe across threads once it is open.
+
+    Constructing one is a description; :meth:`open` loads libraries and tables.
+    """
+
+    name: ClassVar[str] = ""
+    lossy: ClassVar[bool] = True
+    largest_ratio: ClassVar[float] = 2.0
+    """How many times smaller it makes payloads at most, as a guess."""
+
+    @abstractmethod
+    def options(self) -> dict[str, Any]:
+        """What it was constructed with, as plain data."""
+
+    @abstractmethod
+    def open(self, spec: BlockSpec) -> None:
+        """Get ready for blocks of *spec*.
+
+        Raises ConfigError for blocks that it cannot encode and for a calibration table that is missing or foreign,
+        MissingDependencyError for a package.
+        """
+
+    @abstractmethod
+    def encode(self, payload: Bytes, layout: Layout, position: int) -> Encoded | str:
+        """Encode *payload* ``uint8 [payload_bytes]`` in order ``LCND`` or ``LCHND``; *position* is of its first token.
+
+        Returns one word for the reason where the payload has to stay as it is.
+        """
+
+    @abstractmethod
+    def decode(self, data: Bytes, params: bytes, layout: Layout, out: Bytes) -> str | None:
+        """Undo :meth:`encode` into *out* ``uint8 [payload_bytes]``, in any plain order.
+
+        *data* has exactly the bytes that encode gave.  Returns one word where that cannot be done: damaged bytes,
+        another version of the parameters, a table that is not here.
+        """
+
+    def close(self) -> None:  # noqa: B027  most have nothing to forget
+        """Forget tables; idempotent, and :meth:`open` may follow."""
+
+
+class PayloadCoder(ABC):
+    """Encodes payloads by one codec, or none, and decodes those of every codec that this process has."""
+
+    encodes: bool
+    """Whether there is a codec to encode with."""
+    lossy: bool
+    """Whether that codec is a lossy one."""
+    largest_ratio: float
+    """How many times smaller encoded payloads may be at most, as a guess."""
+
+    @abstractmethod
+    def open(self, spec: BlockSpec) -> None:
+        """Get ready for blocks of *spec*; raises what :meth:`BlockCodec.open` raises."""
+
+    @abstractmethod
+    def encode(self, payload: Bytes, layout: Layout, position: int) -> Encoded | str:
+        """See :meth:`BlockCodec.encode`."""
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """The codec that encodes, as headers say it."""
+
+    @abstractmethod
+    def decode(self, codec: str, data: Bytes, params: bytes, layout: Layout, out: Bytes) -> str | None:
+        """Undo what the codec of this name has done; see :meth:`BlockCodec.decode`."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Forget tables; idempotent."""
 
 
 class ImageCodec(ABC):

@@ -104,6 +104,8 @@ class TierChain:
                 for tier in opened:
                     tier.close()
                 raise
+            for tier in self.tiers:
+                tier.index.accepts = self.finding.worst
             self.flow.open(spec)
             self.flow.stages.ranges = find_ranges() if self.flow.stages.wanted else None
             self.finding.seen = self.saving.seen = Seen(sum(tier.index.capacity for tier in self.tiers))
@@ -166,6 +168,8 @@ class TierChain:
         """Give back what a request holds, saying how much it generated; False when it holds nothing (any more)."""
         released = self.leases.release(request_id, output_tokens)
         self.flow.settle()
+        for number in range(len(self.tiers) if released else 0):
+            self.flow.encode_soon(number)
         return released
 
     def evict(self, blocks: int, number: int = 0) -> int:
@@ -238,6 +242,12 @@ class TierChain:
             if tier.is_open:
                 tier.count(Event.DROPPED, tier.index.clear(), reason)
                 tier.settle()
+
+    @property
+    def compression(self) -> str:
+        """The codecs that tiers encode with, by name; ``none`` without any."""
+        names = dict.fromkeys(t.coder.name for t in self.tiers if t.coder is not None and t.coder.encodes)
+        return ",".join(names) or "none"
 
     def check(self) -> list[str]:
         """Violated invariants of indexes and ledger, as sentences."""

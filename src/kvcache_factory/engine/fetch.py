@@ -32,8 +32,11 @@ ABANDONED_SHARE = 0.02
 class Landing:
     """Slots of a memory tier, or of transit, that a read fills."""
 
-    def __init__(self, memory: SlotMemory, payload_offset: int, slots: Rows, tier: Tier | None, pool: Transit) -> None:
+    def __init__(
+        self, memory: SlotMemory, payload_offset: int, slots: Rows, tier: Tier | None, pool: Transit, rows: Rows
+    ) -> None:
         self.memory = memory
+        self._rows = rows
         self.payload_offset = payload_offset
         self.slots = slots
         self.codes: npt.NDArray[np.uint8] = np.zeros(len(slots), np.uint8)
@@ -47,21 +50,22 @@ class Landing:
         self.codes[:good] = [image.layout for image in images]
         if self._tier is None:
             return
-        index, rows = self._tier.index, self.slots[:good]
+        index, rows = self._tier.index, self._rows[:good]
         index.layout[rows] = self.codes[:good]
         index.fidelity[rows] = [image.fidelity for image in images]
+        index.codings[rows] = [image.generation for image in images]
         index.checksum[rows] = [image.payload_checksum for image in images]
         if good:
             self._pinned = int(rows[-1])
             index.pin(self._pinned)
             self._tier.count(Event.STORED, index.commit(rows))
             self._tier.count(Event.PROMOTED, good)
-        self._tier.abort(self.slots[good:])
+        self._tier.abort(self._rows[good:])
 
     def drop(self, first: int, wipe: bool) -> None:
         """The blocks from number *first* on were dropped below while they were on their way."""
         if self._tier is not None:
-            rows = self.slots[first : first + 1]
+            rows = self._rows[first : first + 1]
             self._tier.index.wipe[rows] = wipe
             self._tier.drop(rows, "dropped_below")
 
@@ -143,8 +147,10 @@ class Fetch:
         spec = self._source.spec
         assert spec is not None
         image = self.landing.memory.view[int(self.landing.slots[number])]
-        codec = self._source.codec
+        codec, images = self._source.codec, getattr(self._source, "images", None)
         refused = codec.decode(spec, image) if codec is not None else None
+        if refused is None and images is not None:
+            refused = images.decode(image)
         return refused or prove(spec, image, self._chain, self._first + number)
 
     def wait(self, timeout: float) -> bool:
@@ -274,13 +280,14 @@ class Fetcher:
         if not len(reservation.rows) or reservation.first != first:
             above.abort(reservation.rows, "not_needed")
             return None
-        return Landing(above.slots, above.payload_offset, reservation.rows, above, self._transit)
+        slots = above.slots_of(reservation.rows)
+        return Landing(above.slots, above.payload_offset, slots, above, self._transit, reservation.rows)
 
     def _borrow(self, count: int) -> Landing | None:
         slots = self._transit.take(count)
         if not len(slots):
             return None
-        return Landing(self._transit.memory, self._transit.spec.header_bytes, slots, None, self._transit)
+        return Landing(self._transit.memory, self._transit.spec.header_bytes, slots, None, self._transit, slots)
 
     def _give_up(self, fetches: Iterable[Fetch]) -> None:
         for fetch in fetches:

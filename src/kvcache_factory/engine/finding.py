@@ -27,6 +27,9 @@ class Finding:
         self.flow = flow
         self.leases = leases
         self.ledger = ledger
+        lossy = any(tier.coder is not None and tier.coder.lossy for tier in tiers)
+        self.worst = Fidelity.BOUNDED if lossy else Fidelity.EXACT
+        """What requests of this manager accept."""
         self.seen: Seen | None = None
         """Keys that were computed before; there once the tiers are open."""
         self._prefetches = itertools.count()
@@ -124,6 +127,7 @@ class Finding:
                 tier.count(Event.MISS, limit - covered - served, found.reason)
             reason = found.reason
             if served:
+                chain.found_fidelity = max(chain.found_fidelity, int(tier.index.fidelity[found.rows].max()))
                 segments.append(Segment(number, covered, found.rows[covered:]))
                 pins.append((tier, int(found.rows[-1])))
                 self.flow.used(number, found.rows)
@@ -147,7 +151,7 @@ class Finding:
     def _prefetch_local(self, chain: KeyChain, root: int) -> tuple[Ticket | None, int]:
         """What is on its way from slower tiers, and how many blocks the tiers have together."""
         request_id = f"prefetch-{next(self._prefetches)}"
-        match = self._lease(chain, root, request_id, chain.num_blocks, Fidelity.EXACT, NO_HINT, counted=False)
+        match = self._lease(chain, root, request_id, chain.num_blocks, self.worst, NO_HINT, counted=False)
         deeper = [segment for segment in match.segments if segment.tier]
         # Entered, so that the lease cannot grow too old while the work waits for a thread.
         lease = self.leases.enter(request_id, match.lease) if deeper else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -18,13 +19,17 @@ from .images import seal
 from .io import IOPool, Lane, Ticket
 from .lasting import LastingTier
 from .ledger import Event
+from .packed import PackedTier
 from .remote import RemoteLevel
 from .roots import Roots
 from .stages import Stages
 from .table import Keys, Rows
 from .tier import Ingestion, Tier
 from .transit import Transit
-from .values import NOT_ADMITTED, Chain, StoredChain
+from .values import NOT_ADMITTED, Chain, StoredChain, runs
+
+ENCODED_AT_ONCE = 16
+"""Blocks that one background job encodes in memory."""
 
 
 class FlowSettings(msgspec.Struct, frozen=True):
@@ -70,6 +75,7 @@ class Flow:
         self.settings = settings
         self.roots = roots
         self._demoting = [False] * len(tiers)
+        self._encoding = [False] * len(tiers)
         self._transit: Transit | None = None
         self._passing: Transit | None = None
         self._fetchers: dict[int, Fetcher] = {}
@@ -148,13 +154,34 @@ class Flow:
             self._send_down(number, tip, hint)
         else:
             self.tiers[number].index.unpin(tip)
+        self.encode_soon(number)
         self._demote_if_full(number)
+
+    def encode_soon(self, number: int) -> None:
+        """Encode, in the background, what tier *number* has that its rule says is to be encoded by now."""
+        tier = self.tiers[number]
+        if isinstance(tier, PackedTier) and tier.is_open and not self._encoding[number]:
+            self._encoding[number] = True
+            if self.io.submit(Lane.STORE, partial(self._encode, number)) is None:
+                self._encoding[number] = False
+
+    def _encode(self, number: int) -> None:
+        """A few blocks at a time, so that copies that wait in the lane are not held up."""
+        tier = self.tiers[number]
+        assert isinstance(tier, PackedTier)
+        self._encoding[number] = False
+        if tier.rule.when_full and tier.surplus(self.settings.demote_at) <= 0:
+            return
+        rows = tier.candidates(ENCODED_AT_ONCE)
+        if tier.encode(rows) and len(rows) == ENCODED_AT_ONCE:
+            self.encode_soon(number)
 
     def used(self, number: int, rows: Rows) -> None:
         """A request has hit *rows*, the leading blocks of a chain, in tier *number*; it holds them."""
         if self.remote is not None:
             self.remote.used(number, rows)
         tier, below = self.tiers[number], self.below(number)
+        tier.touched(rows)
         if below is None or below.ingestion != Ingestion.HOT:
             return
         hot = rows[tier.index.hits[rows] >= below.hot_hits]
@@ -240,6 +267,7 @@ class Flow:
 
         def write() -> int:
             target.index.checksum[rows] = source.index.checksum[source_rows]
+            target.index.codings[rows] = chain.codings[part]
             return self._write(source, chain, part, target, rows)
 
         written = self.place(target, rows, write, event, hint)
@@ -282,22 +310,59 @@ class Flow:
 
     def _write(self, source: Tier, chain: StoredChain, part: slice, target: Tier, rows: Rows) -> int:
         """Write the blocks *part* of *chain* to *rows* of the target; returns how many leading ones were."""
-        source_rows = chain.rows[part]
+        written = 0
+        for first, last, whole in runs(source.whole(chain.rows[part])):
+            some = slice(part.start + first, part.start + last)
+            write = self._write_whole if whole else self._write_encoded
+            done = write(source, chain, some, target, rows[first:last])
+            written += done
+            if done < last - first:
+                break
+        return written
+
+    def _write_encoded(self, source: Tier, chain: StoredChain, part: slice, target: Tier, rows: Rows) -> int:
+        """As :meth:`_write`, for blocks that the source has encoded: images as they are, or payloads decoded."""
+        assert isinstance(source, PackedTier)
+        transit, written = self.transit, 0
+        while written < len(rows):
+            slots = transit.take(len(rows) - written, wait=True)
+            some = slice(written, written + len(slots))
+            try:
+                if isinstance(target, LastingTier):
+                    for slot, number in zip(slots.tolist(), range(part.start + written, part.stop), strict=False):
+                        source.write_image(chain, number, transit.memory.view[slot])
+                    done = target.write_images(rows[some], transit.memory, slots)
+                else:
+                    offset = transit.spec.header_bytes
+                    sources = chain.rows[part][some]
+                    good = source.copy_payloads(sources, transit.memory, slots, offset)
+                    done = target.store.write(target.slots_of(rows[some][:good]), transit.memory, slots[:good], offset)
+            finally:
+                transit.give_back(slots)
+            written += done
+            if done < len(slots):
+                break
+        return written
+
+    def _write_whole(self, source: Tier, chain: StoredChain, part: slice, target: Tier, rows: Rows) -> int:
+        """As :meth:`_write`, for blocks that are in slots of the source as they are."""
+        source_slots = source.slots_of(chain.rows[part])
         if not isinstance(target, LastingTier):
-            return target.store.write(rows, source.slots, source_rows, source.payload_offset)
+            return target.store.write(target.slots_of(rows), source.slots, source_slots, source.payload_offset)
         spec, transit = self.transit.spec, self.transit
+        exactly = target.rule.exactly(chain.num_blocks, spec.block_tokens)
         if source.payload_offset:  # slot images: sealed where they are
-            seal(spec, source.slots.view, source_rows, chain, part)
-            return target.write_images(rows, source.slots, source_rows)
+            seal(spec, source.slots.view, source_slots, chain, part)
+            return target.write_images(rows, source.slots, source_slots, exactly)
         written = 0
         while written < len(rows):
             slots = transit.take(len(rows) - written, wait=True)
             try:
                 some = slice(written, written + len(slots))
                 sizes = (spec.payload_bytes, 0, spec.header_bytes)
-                copy_slots(source.slots, source_rows[some], transit.memory, slots, *sizes)
+                copy_slots(source.slots, source_slots[some], transit.memory, slots, *sizes)
                 seal(spec, transit.memory.view, slots, chain, slice(part.start + some.start, part.start + some.stop))
-                done = target.write_images(rows[some], transit.memory, slots)
+                done = target.write_images(rows[some], transit.memory, slots, exactly)
             finally:
                 transit.give_back(slots)
             written += done
@@ -306,9 +371,8 @@ class Flow:
         return written
 
     def _demote_if_full(self, number: int) -> None:
-        index = self.tiers[number].index
         goes_on = self.below(number) is not None or self._takes_leaving(number) is not None
-        full = goes_on and index.used > self.settings.demote_at * index.capacity
+        full = goes_on and self.tiers[number].surplus(self.settings.demote_at) > 0
         if full and not self._demoting[number]:
             self._demoting[number] = True
             if self.io.submit(Lane.STORE, partial(self._demote, number)) is None:
@@ -318,7 +382,7 @@ class Flow:
         """Move the blocks that would leave first one tier down, until the tier is as empty as it should be."""
         self._demoting[number] = False
         tier = self.tiers[number]
-        surplus = tier.index.used - int(self.settings.demote_to * tier.index.capacity)
+        surplus = math.ceil(tier.surplus(self.settings.demote_to))
         if surplus > 0:
             self.move_out(number, surplus)
 

@@ -23,6 +23,7 @@ class Image(msgspec.Struct, frozen=True):
     layout: int
     fidelity: int
     payload_checksum: int
+    generation: int = 0
 
 
 def seal(spec: BlockSpec, slots: Bytes, rows: Rows, chain: StoredChain, part: slice | Blocks) -> None:
@@ -32,7 +33,7 @@ def seal(spec: BlockSpec, slots: Bytes, rows: Rows, chain: StoredChain, part: sl
     """
     payloads = slots[:, spec.header_bytes : spec.header_bytes + spec.payload_bytes]
     sums = np.array([checksum(payloads[row].data) for row in rows.tolist()], np.uint64)
-    kinds = chain.layout[part].astype(np.int64) * 256 + chain.fidelity[part]
+    kinds = (chain.layout[part].astype(np.int64) * 256 + chain.fidelity[part]) * 256 + chain.codings[part]
     for kind in np.unique(kinds).tolist():
         same = np.flatnonzero(kinds == kind)
         template = Header(
@@ -42,8 +43,9 @@ def seal(spec: BlockSpec, slots: Bytes, rows: Rows, chain: StoredChain, part: sl
             tokens=chain.token_blocks[0],
             payload_bytes=spec.payload_bytes,
             payload_checksum=0,
-            layout=Layout.of_code(kind // 256).value,
-            fidelity=Fidelity(kind % 256),
+            layout=Layout.of_code(kind >> 16).value,
+            fidelity=Fidelity(kind >> 8 & 255),
+            generation=kind & 255,
         )
         pack_headers(
             template,
@@ -83,4 +85,4 @@ def prove(spec: BlockSpec, image: Bytes, expected: ChainView, number: int) -> Im
     payload = image[spec.header_bytes : spec.header_bytes + spec.payload_bytes]
     if checksum(payload.data) != header.payload_checksum:
         return "payload_checksum"
-    return Image(layout.code, int(header.fidelity), header.payload_checksum)
+    return Image(layout.code, int(header.fidelity), header.payload_checksum, header.generation)

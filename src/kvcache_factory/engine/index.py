@@ -113,7 +113,9 @@ class Index(Tree):
             placed = self._place(rows, chain, start) if len(rows) else rows
             if len(placed):
                 part = slice(start - first, start - first + len(placed))
-                self._attach(placed, chain, start, tip, _part(fidelity, part), _part(layout, part))
+                # The tip may have been stored before an ancestor of it was encoded.
+                worst = int(self.fidelity[resident].max(initial=0))
+                self._attach(placed, chain, start, tip, _part(fidelity, part), _part(layout, part), worst)
             if not reason and len(placed) < end - start:
                 reason = "key_repeats"
             if len(expired):
@@ -235,6 +237,7 @@ class Index(Tree):
                 extras=self.extras[span].copy(),
                 fidelity=self.fidelity[span].copy(),
                 layout=self.layout[span].copy(),
+                codings=self.codings[span].copy(),
                 memo={},
             )
 
@@ -319,7 +322,8 @@ class Index(Tree):
         extras, tokens = chain.extras[start:stop], chain.token_blocks[start:stop]
         good = start + compare(self, present, above, False, Fidelity.APPROXIMATE, extras, tokens)[0]
         if good > first:
-            worse = self.fidelity[rows[first:good]] > _part(fidelity, slice(good - first))
+            wanted = np.maximum(_part(fidelity, slice(good - first)), self.accepts)
+            worse = self.fidelity[rows[first:good]] > wanted
             if worse.any():
                 good = first + int(worse.argmax())
         stay, rest = rows[:good], rows[good:]
@@ -379,12 +383,14 @@ class Index(Tree):
         tip: int,
         fidelity: int | npt.NDArray[np.uint8],
         layout: int | npt.NDArray[np.uint8],
+        worst: int,
     ) -> None:
         stop = start + len(rows)
         write(self, rows, tip, start, chain.extras[start:stop], chain.token_blocks[start:stop])
         self.layout[rows] = layout
+        self.codings[rows] = 0
         # What is computed on a lossy prefix is at most as good as that prefix.
-        inherited = int(self.fidelity[tip]) if tip >= 0 else 0
+        inherited = max(int(self.fidelity[tip]) if tip >= 0 else 0, worst)
         if isinstance(fidelity, int):
             self.fidelity[rows] = max(fidelity, inherited)
         else:

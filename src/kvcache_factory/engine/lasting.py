@@ -1,7 +1,6 @@
-"""The index and the tier of a store that is not memory, keeps its own records, and is shared with other processes.
+"""The tier of a store that is not memory, keeps its own records, and is shared with other processes.
 
-Rows are plenty and only number what the store holds; space is the store's to give.  Rows of blocks that another process
-owns are here too, pinned by that ownership.
+Space is the store's to give.  Where a codec makes blocks smaller, that depends on what is in them.
 """
 
 from __future__ import annotations
@@ -11,133 +10,30 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
-from ..block.spec import BlockSpec
-from ..codec.base import UNREADABLE_HERE, ImageCodec
+from ..block.envelope import unpack_header
+from ..block.spec import PAGE, BlockSpec, round_up
+from ..codec.base import UNREADABLE_HERE
 from ..errors import CapacityError, StoreError
 from ..policy.base import NO_HINT, EvictionPolicy, RequestHint
 from ..store.base import Entries, LastingStore, SlotMemory
-from .index import Index
+from .coding import ImageCoder
+from .compressing import NOTHING, Exactly
+from .lasting_index import LastingIndex
 from .ledger import Event, Ledger
 from .roots import Roots
 from .table import Keys, Rows
 from .tier import Tier
 from .transit import Transit
-from .tree import READY
-from .values import Chain, Reservation
+from .values import Chain, Reservation, runs
 
 SPARE_ROWS = 4096
 STAGING_BYTES = 32 << 20
 """Memory for images that are encoded and not written yet, all threads together."""
 STAGED_BYTES = 8 << 20
 """What one thread encodes before it writes."""
-
-
-class LastingIndex(Index):
-    """An index without tokens, which can take over what a directory already holds."""
-
-    def __init__(self, rows: int, policy: EvictionPolicy, clock: Callable[[], float]) -> None:
-        super().__init__(rows, 0, policy, clock, deferred=True)
-        self.foreign = np.zeros(rows, np.bool_)
-        """Rows of other processes, each with a pin that stands for that."""
-
-    def enter(self, entries: Entries, roots: Roots) -> Rows:
-        """Give rows to *entries* that are connected to a root and not here yet; returns a row or -1 for each.
-
-        Entries of other processes stay pinned until :meth:`own` or :meth:`lose`.
-        """
-        with self._lock:
-            rows = np.full(len(entries.keys), -1, np.int32)
-            fresh = _first_of_each(entries)
-            fresh = fresh[self._table.find(entries.keys[fresh]) < 0][: self._num_free]
-            if not len(fresh):
-                return rows
-            new = self._free[self._num_free - len(fresh) : self._num_free][::-1].copy()
-            self._num_free -= len(fresh)
-            self._live += len(fresh)
-            self._fill_columns(new, entries, fresh)
-            self._table.insert(new)
-            connected = self._connect(new, entries, fresh, roots)
-            self._discard(new[~connected])
-            new, fresh = new[connected], fresh[connected]
-            rows[fresh] = new
-            parents = self.parent[new]
-            np.add.at(self.children, parents[parents >= 0], 1)
-            self.state[new] = READY
-            self.foreign[new] = ~entries.owned[fresh]
-            self.pins[new] = self.foreign[new]
-            self.policy.restore(new[np.argsort(entries.time_ns[fresh], kind="stable")])
-            for row in parents[parents >= 0].tolist():
-                self.policy.on_evictable(row, False)
-            for row in new[(self.children[new] == 0) & (self.pins[new] == 0)].tolist():
-                self.policy.on_evictable(row, True)
-            return rows
-
-    def own(self, rows: Rows) -> None:
-        """*rows* of another process are this process's from now on."""
-        with self._lock:
-            taken = rows[self.foreign[rows]]
-            self.foreign[taken] = False
-            for row in taken.tolist():
-                self.unpin(row)
-
-    def lose(self, rows: Rows) -> int:
-        """The blocks of *rows*, whoever's they are, are gone; drop them and what was built on them."""
-        with self._lock:
-            lost = self._doom(rows)
-            self.own(rows)
-            return lost
-
-    def _fill_columns(self, new: Rows, entries: Entries, fresh: npt.NDArray[np.int64]) -> None:
-        self.keys[new] = entries.keys[fresh]
-        self.extras[new] = entries.extras[fresh]
-        self.depth[new] = entries.depth[fresh]
-        self.fidelity[new] = entries.fidelity[fresh]
-        self.layout[new] = entries.layout[fresh]
-        self.children[new] = 0
-        self.hits[new] = 0
-        self.busy[new] = False
-        self.wipe[new] = False
-
-    def _connect(
-        self, new: Rows, entries: Entries, fresh: npt.NDArray[np.int64], roots: Roots
-    ) -> npt.NDArray[np.bool_]:
-        """Set the parents of *new* rows; True for those whose chain reaches a root without a gap."""
-        parents = self._table.find(entries.parents[fresh])
-        depth = entries.depth[fresh]
-        connected = (depth == 0) | ((parents >= 0) & (self.depth[parents] == depth - 1))
-        first = np.flatnonzero(depth == 0)
-        heads = entries.parents[fresh[first]]
-        for head in np.unique(heads, axis=0):
-            same = first[(heads == head).all(axis=1)]
-            identity = entries.identities[fresh[same[0]]].tobytes()
-            parents[same] = roots.number(head.tobytes(), identity)
-        self.parent[new] = parents
-        # A row is connected when all rows above it are: spread the gaps downwards by pointer doubling.
-        number = np.full(self.capacity, -1, np.int32)
-        number[new] = np.arange(len(new))
-        up = np.where(parents >= 0, number[parents], -1)
-        up = np.where(up >= 0, up, np.arange(len(new)))
-        for _ in range(int(depth.max()).bit_length() + 1):
-            connected &= connected[up]
-            up = up[up]
-        reached: npt.NDArray[np.bool_] = connected
-        return reached
-
-    def _discard(self, rows: Rows) -> None:
-        self._table.remove(rows)
-        self._live -= len(rows)
-        self._return(rows)
-
-
-def _first_of_each(entries: Entries) -> npt.NDArray[np.int64]:
-    """One entry for each key, parents before children; a block of our own goes before another process's copy."""
-    order = np.lexsort((~entries.owned, entries.keys[:, 1], entries.keys[:, 0]))
-    keys = entries.keys[order]
-    repeated = np.zeros(len(order), np.bool_)
-    repeated[1:] = (keys[1:] == keys[:-1]).all(axis=1)
-    unique = order[~repeated]
-    sorted_by_depth: npt.NDArray[np.int64] = unique[np.argsort(entries.depth[unique], kind="stable")]
-    return sorted_by_depth
+MOST_EVICTED = 64
+"""Blocks that leave by policy for one image of a size of which nothing is free, before a segment is emptied for it."""
+Bytes = npt.NDArray[np.uint8]
 
 
 class LastingTier(Tier):
@@ -161,14 +57,19 @@ class LastingTier(Tier):
         self._refreshed_s = clock()
         self.refreshing = False
         self._staging: Transit | None = None
+        self.images: ImageCoder | None = None
 
     def open(self, spec: BlockSpec) -> None:
         if self.codec is not None:
             self.codec.open()
-            self._staging = Transit(spec, STAGING_BYTES)
         self.block_bytes = self.store.slot_bytes(spec)
         self.spec = spec
         self.store.open(spec, 0)
+        if self.coder is not None:  # after the store: a calibration may lie beside the blocks
+            self.coder.open(spec)
+            self.images = ImageCoder(self.coder, spec)
+        if self.codec is not None or self.encodes:
+            self._staging = Transit(spec, STAGING_BYTES)
         entries = self.store.scan()
         try:
             index = LastingIndex(self._rows_for(len(entries)), self.policy, self._clock)
@@ -182,7 +83,8 @@ class LastingTier(Tier):
         self._enter(index, entries)
 
     def _rows_for(self, found: int) -> int:
-        return self.budget_bytes // self.block_bytes + found + found // 4 + SPARE_ROWS
+        ratio = self.coder.largest_ratio if self.coder is not None else 1.0
+        return int(self.budget_bytes // self.block_bytes * ratio) + found + found // 4 + SPARE_ROWS
 
     def _enter(self, index: LastingIndex, entries: Entries) -> None:
         rows = index.enter(entries, self._roots)
@@ -229,47 +131,114 @@ class LastingTier(Tier):
         self.settle()
         return keys
 
-    def write_images(self, rows: Rows, memory: SlotMemory, slots: Rows) -> int:
-        """Write sealed images from *slots* of host memory to *rows*; returns how many leading ones were written."""
-        if self.codec is None or self._staging is None:
+    @property
+    def encodes(self) -> bool:
+        """Whether what is written goes through a payload codec."""
+        return self.coder is not None and self.coder.encodes
+
+    @property
+    def held_bytes(self) -> int:
+        stored = self.store.stored_bytes if self._index is not None and self.encodes else None
+        return super().held_bytes if stored is None else stored
+
+    def write_images(self, rows: Rows, memory: SlotMemory, slots: Rows, exactly: Exactly = NOTHING) -> int:
+        """Write sealed images from *slots* of host memory to *rows*; returns how many leading ones were written.
+
+        *exactly*: which blocks, of the chain that ends in a row given with it, no lossy codec may touch.
+        """
+        staging = self._staging
+        if staging is None:
             return self.store.write(rows, memory, slots, 0, depths=self.index.depth[rows])
-        written = 0
+        written, each = 0, 2 if self.codec is not None and self.encodes else 1
         while written < len(rows):
             count = min(len(rows) - written, max(STAGED_BYTES // self.block_bytes, 1))
-            staged = self._staging.take(count, wait=True)
+            staged = staging.take(count * each, wait=True, least=each)
             try:
-                part = slice(written, written + len(staged))
-                done = self._write_encoded(self.codec, self._staging, staged, rows[part], memory, slots[part])
+                some = slice(written, written + len(staged) // each)
+                done = self._write_encoded(staging, staged, rows[some], memory, slots[some], exactly)
             except StoreError:
                 if not written:
                     raise
                 break
             finally:
-                self._staging.give_back(staged)
+                staging.give_back(staged)
             written += done
-            if done < len(staged):
+            if done < len(rows[some]):
                 break
         return written
 
     def _write_encoded(
-        self, codec: ImageCodec, staging: Transit, staged: Rows, rows: Rows, memory: SlotMemory, slots: Rows
+        self, staging: Transit, staged: Rows, rows: Rows, memory: SlotMemory, slots: Rows, exactly: Exactly
     ) -> int:
         """Write by way of *staged*: the images in *memory* may be read by others and stay as they are."""
-        source, encoded = memory.view, staging.memory.view
-        for slot, into in zip(slots.tolist(), staged.tolist(), strict=True):
-            codec.encode(staging.spec, source[slot], encoded[into])
-        done = self.store.write(rows, staging.memory, staged, 0, depths=self.index.depth[rows])
-        self.count(Event.ENCODED, done, codec.name)
-        return done
+        sizes = np.full(len(rows), staging.spec.slot_bytes)
+        final = staged[: len(rows)]
+        for number, slot in enumerate(slots.tolist()):
+            image, into = memory.view[slot], staging.memory.view[int(final[number])]
+            if self.images is not None and self.encodes:
+                target = staging.memory.view[int(staged[-1])] if self.codec is not None else into
+                sizes[number] = self._encode(self.images, int(rows[number]), image, target, exactly)
+                image = target
+            if self.codec is not None:
+                self.codec.encode(staging.spec, image, into)
+        written = 0
+        for first, last, size in runs(sizes):
+            part = slice(first, last)
+            done = self._write_run(rows[part], staging, final[part], size if size < staging.spec.slot_bytes else 0)
+            written += done
+            if done < last - first:
+                break
+        return written
 
-    def _clear_other_class(self) -> None:
+    def _encode(self, images: ImageCoder, row: int, image: Bytes, out: Bytes, exactly: Exactly) -> int:
+        """Encode an image, unless it is to stay exact; returns the bytes of it that must be stored."""
+        index, depth = self.index, int(self.index.depth[row])
+        if images.coder.lossy and exactly(depth):
+            out[:] = image
+            return len(image)
+        reason = images.encode(image, depth, out)
+        header = unpack_header(out[: images.spec.header_bytes].data)
+        index.fidelity[row] = max(int(index.fidelity[row]), int(header.fidelity))
+        index.codings[row] = header.generation
+        self.count(Event.KEPT_RAW if reason else Event.ENCODED, 1, reason or header.codec)
+        return images.spec.header_bytes + round_up(header.payload_bytes, PAGE)
+
+    def _write_run(self, rows: Rows, staging: Transit, staged: Rows, image_bytes: int) -> int:
+        """Write images of one size; where there is no room for that size, make some once for each that is left."""
+        depths, written = self.index.depth[rows], 0
+        while written < len(rows):
+            part = slice(written, len(rows))
+            try:
+                written += self.store.write(
+                    rows[part], staging.memory, staged[part], 0, depths=depths[part], image_bytes=image_bytes
+                )
+            except StoreError as error:
+                if error.reason != "full" or not self._make_room(image_bytes):
+                    if not written:
+                        raise
+                    break
+        return written
+
+    def _make_room(self, image_bytes: int) -> bool:
+        """Have room for an image of another size than those that were evicted for it."""
+        for _ in range(MOST_EVICTED):
+            if self.store.room(image_bytes) > 0 or self.store.reassign(image_bytes):
+                return True
+            evicted = self.evict(1)
+            self.count_evicted(evicted, None)
+            if not len(evicted):
+                break
+        self._clear_other_class(image_bytes)
+        return self.store.room(image_bytes) > 0
+
+    def _clear_other_class(self, image_bytes: int = 0) -> None:
         """Make room by emptying a segment of blocks of another size, if this process owns one and needs it."""
-        while self.store.room() <= 0:
-            rows = self.store.fullest_other_class()
+        while self.store.room(image_bytes) <= 0:
+            rows = self.store.fullest_other_class(image_bytes)
             if len(rows):
                 self.count(Event.EVICTED, self.index.drop(rows), "other_size")
                 self.settle()
-            if not self.store.reassign():
+            if not self.store.reassign(image_bytes):
                 return
 
     def reject(self, rows: Rows, reason: str) -> None:
@@ -283,6 +252,8 @@ class LastingTier(Tier):
         super().close()
         if self.codec is not None:
             self.codec.close()
+        if self.coder is not None:
+            self.coder.close()
         if self._staging is not None:
             self._staging.close()
 

@@ -4,7 +4,7 @@ An entry is (tier, event, reason) → (times, blocks, bytes).  The vocabulary is
 metric or a test can rely on these identities:
 
     asked.blocks = hit.blocks + miss.blocks                                         per tier, and for the manager
-    stored.bytes + found.bytes = held bytes + evicted.bytes + dropped.bytes         per tier
+    stored.blocks + found.blocks = held blocks + evicted.blocks + dropped.blocks    per tier
     reusable.blocks = served.blocks + recomputed.blocks                             for the manager
 
 Each thread counts in a shard of its own, so that counting takes no lock and no thread waits for another; a reader adds
@@ -60,7 +60,9 @@ class Event(StrEnum):
     DEMOTED = "demoted"
     PROMOTED = "promoted"
     ENCODED = "encoded"
-    """Written by way of a codec, which is the reason; bytes as they were stored."""
+    """Written by way of a codec, which is the reason; bytes of whole blocks."""
+    KEPT_RAW = "kept_raw"
+    """Blocks that a codec was given and that stay as they are, for the reason that is said."""
     DECIDED = "decided"
     """Loads that were weighed against computing: ``load``, ``recompute``, or ``explore`` against the prediction."""
     LEASE_EXPIRED = "lease_expired"

@@ -12,7 +12,10 @@ from .flow import Flow
 from .lease import LeaseBook
 from .ledger import MANAGER, Event, Ledger
 from .mover import Mover
+from .packed import PackedTier
+from .table import Rows
 from .tier import Tier
+from .values import runs
 
 
 class Loading:
@@ -70,11 +73,45 @@ class Loading:
             tier.reject(rows[sound:], "checksum")
         rows = rows[:sound]
         if sound:
-            codes = tier.index.layout[rows]
             with self.flow.stages(tier.name, "load_copy"):
-                self.mover.scatter(tier.slots, tier.payload_offset, rows, codes, region, positions[:sound])
-            self.flow.promote(segment.tier, int(rows[-1]))
+                sound = self._scatter(tier, rows, region, positions[:sound])
+        if sound:
+            tier.touched(rows[:sound])
+            self.flow.promote(segment.tier, int(rows[sound - 1]))
         return sound
+
+    def _scatter(self, tier: Tier, rows: Rows, region: Region, positions: BlockPositions) -> int:
+        """Copy the blocks of *rows*, by way of transit slots where they are encoded; returns how many leading ones."""
+        done = 0
+        for first, last, whole in runs(tier.whole(rows)):
+            while first < last:
+                part = rows[first:last]
+                if whole:
+                    copied = last - first
+                    source = tier.slots, tier.payload_offset, tier.slots_of(part)
+                    self.mover.scatter(*source, tier.index.layout[part], region, positions[first:last])
+                else:
+                    copied = self._scatter_encoded(tier, part, region, positions[first:last])
+                done += copied
+                first += copied
+                if not copied:
+                    tier.reject(part, "codec")
+                    return done
+        return done
+
+    def _scatter_encoded(self, tier: Tier, rows: Rows, region: Region, positions: BlockPositions) -> int:
+        assert isinstance(tier, PackedTier)
+        transit = self.flow.transit
+        slots = transit.take(len(rows), wait=True)
+        try:
+            offset = transit.spec.header_bytes
+            good = tier.copy_payloads(rows[: len(slots)], transit.memory, slots, offset)
+            if good:
+                codes = tier.index.layout[rows[:good]]
+                self.mover.scatter(transit.memory, offset, slots[:good], codes, region, positions[:good])
+            return good
+        finally:
+            transit.give_back(slots)
 
     def _load_stored(
         self, match: Match, segment: Segment, wanted: int, region: Region, positions: BlockPositions
@@ -106,6 +143,10 @@ class Loading:
         sound = tier.sound(rows, self.flow.settings.integrity)
         if sound < len(rows):
             tier.reject(rows[sound:], "checksum")
+        if isinstance(tier, PackedTier):
+            sound = tier.make_whole(rows[:sound])
+        tier.touched(rows[:sound])
+        if sound < len(rows):
             lease.usage.served = min(lease.usage.served, sound)
         tier.count(Event.LOADED, sound)
-        return LoadPlan(rows[:sound], tier.index.layout[rows[:sound]])
+        return LoadPlan(tier.slots_of(rows[:sound]), tier.index.layout[rows[:sound]])

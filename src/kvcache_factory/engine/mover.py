@@ -31,7 +31,7 @@ class Mover:
 
     def gather(self, tier: Tier, rows: Rows, region: Region, positions: BlockPositions) -> None:
         """Fill *rows* from *positions*, in the region's own order."""
-        self.gather_into(tier.slots, tier.payload_offset, rows, region, positions)
+        self.gather_into(tier.slots, tier.payload_offset, tier.slots_of(rows), region, positions)
 
     def gather_into(
         self, memory: SlotMemory, payload_offset: int, slots: Rows, region: Region, positions: BlockPositions

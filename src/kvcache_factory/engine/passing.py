@@ -40,6 +40,7 @@ def unstored(chain: Chain, root: int, roots: Roots, blocks: int, fidelity: int, 
         extras=chain.extras[:blocks],
         fidelity=np.full(blocks, fidelity, np.uint8),
         layout=np.full(blocks, layout, np.uint8),
+        codings=np.zeros(blocks, np.uint8),
         memo={},
     )
 
@@ -112,6 +113,7 @@ class Passing:
         """Write the blocks from *first* on to *rows*; returns how many leading ones were."""
         pool, slots = self._flow.passing, self._slots[first - self._begin :][: len(rows)]
         if not isinstance(tier, LastingTier):
-            return tier.store.write(rows, pool.memory, slots, pool.spec.header_bytes)
+            return tier.store.write(tier.slots_of(rows), pool.memory, slots, pool.spec.header_bytes)
         seal(pool.spec, pool.memory.view, slots, self._chain, slice(first, first + len(rows)))
-        return tier.write_images(rows, pool.memory, slots)
+        exactly = tier.rule.exactly(self._chain.num_blocks, pool.spec.block_tokens)
+        return tier.write_images(rows, pool.memory, slots, exactly)

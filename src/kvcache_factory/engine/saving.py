@@ -51,7 +51,7 @@ class Saving:
         The lease of *request_id* holds it too.
         """
         taken = self._reserve(chain, root, first, len(positions), region.tag, fidelity, hint)
-        plan, filled = SavePlan(taken.first, taken.rows), 0
+        plan, filled = SavePlan(taken.first, taken.rows, taken.rows), 0
         try:
             if len(plan.rows):
                 start = plan.first - first
@@ -103,7 +103,7 @@ class Saving:
         Whoever copies them, here or in another process, must end with :meth:`finish_save`.
         """
         taken = self._reserve(chain, root, first, count, tag, fidelity, hint)
-        return SavePlan(taken.first, taken.rows)
+        return SavePlan(taken.first, taken.rows, self.tiers[0].slots_of(taken.rows))
 
     def _reserve(
         self,
@@ -116,6 +116,7 @@ class Saving:
         hint: RequestHint,
     ) -> Reservation:
         tier = self.tiers[0]
+        fidelity = max(fidelity, Fidelity(chain.found_fidelity))
         if self.seen is not None:
             self.seen.add(chain.keys[first : first + count])
         self.flow.make_room(chain, first, count)

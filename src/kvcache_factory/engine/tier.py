@@ -12,10 +12,11 @@ import numpy.typing as npt
 
 from ..block.envelope import checksum
 from ..block.spec import BlockSpec
-from ..codec.base import ImageCodec
+from ..codec.base import ImageCodec, PayloadCoder
 from ..errors import CapacityError
 from ..policy.base import NO_HINT, EvictionPolicy, RequestHint
 from ..store.base import SlotMemory, Store
+from .compressing import CompressionRule
 from .index import Index
 from .ledger import Event, Ledger
 from .table import Keys, Rows
@@ -76,6 +77,11 @@ class Tier:
         self.least_blocks = 1
         """Blocks for which the budget of a staging tier is raised if it is smaller."""
         self.codec: ImageCodec | None = None
+        """What seals whole images on their way to the store."""
+        self.coder: PayloadCoder | None = None
+        """What makes payloads smaller, and knows how to read those that are."""
+        self.rule = CompressionRule()
+        """Which blocks it is for."""
         self.spec: BlockSpec | None = None
         self._index: Index | None = None
         self.block_bytes = 0
@@ -124,6 +130,21 @@ class Tier:
     def payload_offset(self) -> int:
         """Bytes from the start of a slot to its payload."""
         return self.store.payload_offset
+
+    def surplus(self, share: float) -> float:
+        """Blocks that are here beyond this *share* of what there is room for."""
+        return self.index.used - share * self.index.capacity
+
+    def slots_of(self, rows: Rows) -> Rows:
+        """The slots of *rows*, which must be whole."""
+        return rows
+
+    def whole(self, rows: Rows) -> npt.NDArray[np.bool_]:
+        """Which of *rows* are in slots, as they are."""
+        return np.ones(len(rows), np.bool_)
+
+    def touched(self, rows: Rows) -> None:
+        """A request has used *rows*."""
 
     @property
     def is_open(self) -> bool:

@@ -30,13 +30,14 @@ class Transit:
         assert self._memory is not None
         return self._memory
 
-    def take(self, count: int, *, wait: bool | float = False) -> Rows:
-        """Up to *count* free slots, none when there are none; with *wait*, at least one, or none after that time."""
+    def take(self, count: int, *, wait: bool | float = False, least: int = 1) -> Rows:
+        """Up to *count* free slots, none when there are none; with *wait*, at least *least*, or what there is after
+        that time."""
         with self._changed:
             if self._memory is None:
                 self._memory = Slab(self._slots, self.spec.slot_bytes)
             if wait:
-                self._changed.wait_for(lambda: self._free, None if wait is True else wait)
+                self._changed.wait_for(lambda: len(self._free) >= least, None if wait is True else wait)
             count = min(count, len(self._free))
             return np.array([self._free.pop() for _ in range(count)], np.int32)
 

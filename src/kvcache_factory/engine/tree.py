@@ -127,6 +127,8 @@ class Tree:
     ) -> None:
         self.capacity = rows
         self.deferred = deferred
+        self.accepts = 0
+        """The fidelity that a resident block may have without giving way to a more exact one."""
         self._limbo: list[Rows] = []
         self.number = next(_NUMBERS)
         self.policy = policy
@@ -144,6 +146,8 @@ class Tree:
         self.busy = np.zeros(rows, np.bool_)
         self.fidelity = np.zeros(rows, np.uint8)
         self.layout = np.zeros(rows, np.uint8)
+        self.codings = np.zeros(rows, np.uint8)
+        """How many lossy codings the payload of a row has been through."""
         self.generation = np.zeros(rows, np.uint32)
         self.hits = np.zeros(rows, np.uint32)
         self.checksum = np.zeros(rows, np.uint64)

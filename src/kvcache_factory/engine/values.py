@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any, Protocol
 
 import msgspec
@@ -58,6 +59,7 @@ class StoredChain(msgspec.Struct, frozen=True):
     extras: Keys
     fidelity: npt.NDArray[np.uint8]
     layout: npt.NDArray[np.uint8]
+    codings: npt.NDArray[np.uint8]
     memo: dict[int, Any]
 
     @property
@@ -72,8 +74,16 @@ class StoredChain(msgspec.Struct, frozen=True):
 
     def leading(self, blocks: int) -> StoredChain:
         """The first *blocks* blocks."""
-        names = ("rows", "keys", "token_blocks", "extras", "fidelity", "layout")
+        names = ("rows", "keys", "token_blocks", "extras", "fidelity", "layout", "codings")
         return replace(self, memo={}, **{name: getattr(self, name)[:blocks] for name in names})
+
+
+def runs(values: npt.NDArray[Any]) -> list[tuple[int, int, Any]]:
+    """Where neighbours of equal value begin and end, and the value."""
+    if not len(values):
+        return []
+    cuts = [0, *(np.flatnonzero(values[1:] != values[:-1]) + 1).tolist(), len(values)]
+    return [(first, last, values[first].item()) for first, last in itertools.pairwise(cuts)]
 
 
 class Found(msgspec.Struct, frozen=True):

@@ -23,7 +23,7 @@ def state_of(config: ManagerConfig, chain: TierChain, ledger: Ledger, sessions: 
     return {
         "name": config.name,
         "open": chain.is_open,
-        "compression": "none",
+        "compression": chain.compression,
         "block_tokens": tokens,
         "tiers": [_tier(chain, number) for number in range(len(chain.tiers))],
         "remote": chain.remote.state() if chain.remote is not None else None,

@@ -16,8 +16,8 @@ class HybridPolicy(Chorus):
     """Combines policies by target and action.
 
     In each level those members decide whose target is that level, a session, or not given.  Of these, the first whose
-    action is ``"evict"`` says who leaves when room is needed at once, and the first whose action is a swap says who is
-    moved down ahead of need; where only one kind is there, it does both.
+    action is ``"evict"`` says who leaves when room is needed at once, and the first whose action is a swap or
+    ``"compress"`` says who is moved down, or encoded, ahead of need; where only one kind is there, it does both.
 
     Parameters
     ----------
@@ -43,7 +43,7 @@ class HybridPolicy(Chorus):
             raise ConfigError("HybridPolicy([]): give at least one policy")
         self._voices = [voice_of(policy) for policy in self.policies]
         self.scorer = next((policy.scorer for policy in self.policies if policy.scorer is not None), None)
-        swaps = [voice for voice in self._voices if voice.action.startswith("swap_to_")]
+        swaps = [voice for voice in self._voices if voice.action.startswith("swap_to_") or voice.action == "compress"]
         others = [voice for voice in self._voices if voice not in swaps]
         self.bytes_per_row = sum(60 + voice.bytes_per_row for voice in self._voices)
         self._evictor = (others or swaps)[0]

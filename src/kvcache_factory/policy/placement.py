@@ -16,9 +16,9 @@ def check_placement(policy: EvictionPolicy, kinds: Sequence[str]) -> None:
     """Refuse targets and actions that the levels of *kinds* (``"gpu"``, ``"cpu"``, ``"disk"``) do not have."""
     for member in _members(policy):
         shown = f"{type(member).__name__}(target={member.target!r}, action={member.action!r})"
-        if member.action == "compress":
+        if member.action == "compress" and not any(compresses(member, kind) for kind in kinds):
             raise ConfigError(
-                f"{shown}: this version stores blocks as they are; use one of evict, swap_to_cpu, swap_to_disk"
+                f"{shown}: only levels in memory encode what they have; the backend has {', '.join(kinds)}"
             )
         if _is_level(member.target) and member.target not in kinds:
             raise ConfigError(f"{shown}: there is no such level; the backend has {', '.join(kinds)}")
@@ -40,6 +40,11 @@ def policy_at(policy: EvictionPolicy, kind: str) -> EvictionPolicy:
             return LRUEvictionPolicy()
         return HybridPolicy(members) if len(members) > 1 else voice_of(members[0])
     return voice_of(policy)
+
+
+def compresses(policy: EvictionPolicy, kind: str) -> bool:
+    """Whether what *policy* chooses in a level of *kind* is encoded there before anything leaves."""
+    return kind != "disk" and any(m.action == "compress" and _decides(m, kind) for m in _members(policy))
 
 
 def swap_level(policy: EvictionPolicy, number: int, kinds: Sequence[str]) -> int | None:

@@ -24,7 +24,7 @@ from ..store.base import SlotMemory, Slots, Store
 class TraceChain:
     """The blocks of one request as the index wants them: keys, and records without tokens."""
 
-    __slots__ = ("extras", "identity", "keys", "memo", "num_blocks", "token_blocks")
+    __slots__ = ("extras", "found_fidelity", "identity", "keys", "memo", "num_blocks", "token_blocks")
 
     def __init__(self, identity: Identity, keys: Keys, zeros: Keys, no_tokens: npt.NDArray[np.uint32]) -> None:
         self.identity = identity
@@ -33,6 +33,7 @@ class TraceChain:
         self.extras = zeros[: len(keys)]
         self.token_blocks = no_tokens[: len(keys)]
         self.memo: dict[int, Any] = {}
+        self.found_fidelity = 0
 
 
 class StillStore(Store):

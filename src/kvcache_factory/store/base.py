@@ -148,8 +148,12 @@ class LastingStore(Store):
         source_offset: int,
         *,
         depths: npt.NDArray[np.int32] | None = None,
+        image_bytes: int = 0,
     ) -> int:
         """As :meth:`Store.write`, of images whose headers are packed; *depths* are what others learn by :meth:`scan`.
+
+        *image_bytes*: how many bytes of each image must be kept, in slots of the smallest size that has room for them;
+        0 for whole ones.
 
         The reason of a StoreError is ``full`` where nothing is free and the budget is used up.
         """
@@ -170,8 +174,13 @@ class LastingStore(Store):
         """Take in what other processes have added and freed since; a few system calls for each of their segments."""
 
     @abstractmethod
-    def room(self) -> int:
-        """How many blocks can be written now without freeing any."""
+    def room(self, image_bytes: int = 0) -> int:
+        """How many blocks, with images of so many bytes or like the last ones, can be written without freeing any."""
+
+    @property
+    def stored_bytes(self) -> int | None:
+        """Bytes of the places that hold a block; None where all are alike."""
+        return None
 
     @abstractmethod
     def present(self, rows: Slots) -> Mask:
@@ -194,11 +203,14 @@ class LastingStore(Store):
         """Free *rows* and never use their places again in this run."""
 
     @abstractmethod
-    def reassign(self) -> bool:
-        """Give the room of an own empty segment of another block size to ours; False when there is none."""
+    def reassign(self, image_bytes: int = 0) -> bool:
+        """Give the room of an own empty segment of another block size to ours; False when there is none.
+
+        *image_bytes* as in :meth:`room`, also below.
+        """
 
     @abstractmethod
-    def fullest_other_class(self) -> Slots:
+    def fullest_other_class(self, image_bytes: int = 0) -> Slots:
         """Rows to free so that :meth:`reassign` succeeds, the fewest there are; empty when that cannot help."""
 
     @abstractmethod

@@ -359,5 +359,5 @@ def test_a_budget_below_one_segment_is_refused_with_the_smallest_that_works(dire
 def test_large_budgets_make_large_segments(directory: Path) -> None:
     """A terabyte is a few hundred files, not thousands: each costs its owner a file descriptor."""
     store = DiskStore(directory, 1 << 40)
-    assert (1 << 40) // store._size_class(SPEC).bytes <= 513
-    assert DiskStore(directory, 1 << 30)._size_class(SPEC).bytes <= 256 << 20
+    assert (1 << 40) // store._sizes(SPEC)[0].bytes <= 513
+    assert DiskStore(directory, 1 << 30)._sizes(SPEC)[0].bytes <= 256 << 20

@@ -272,7 +272,7 @@ class SchedulerSide:
         parts = self.geometry.parts
         ids: BlockIds = np.array(blocks.get_block_ids(tracked.id)[0][saving.first * parts : last * parts], np.int64)
         self._pending[self._next_plan] = (tracked.id, saving)
-        plan.saves.append(Save(self._next_plan, saving.rows, ids.reshape(-1, parts)))
+        plan.saves.append(Save(self._next_plan, saving.slots, ids.reshape(-1, parts)))
         if self.events is not None:
             self.events.planned(self._next_plan, tracked, saving)
         self._next_plan += 1

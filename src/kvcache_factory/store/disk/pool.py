@@ -5,17 +5,20 @@ from __future__ import annotations
 import contextlib
 import secrets
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 import numpy as np
 
+from ...block.spec import PAGE, BlockSpec, round_up
 from ...errors import ConfigError, FormatError, StoreError
 from . import log, segment
 from .directory import Directory
 from .health import Health
 from .presence import Presence, Process, others, remove_dead
 from .segment import Segment, SlotNumbers
+
+_STEPS = 64
 
 
 class SizeClass(msgspec.Struct, frozen=True):
@@ -49,6 +52,13 @@ class SizeClass(msgspec.Struct, frozen=True):
         return log.LogHeader(number, self.slot_bytes, self.slots, self.block_tokens, now_ns)
 
 
+def smaller_classes(spec: BlockSpec, segment_bytes: int) -> list[SizeClass]:
+    """Classes for encoded images: a header, and a payload in steps of a 64th of a whole one."""
+    steps = {round_up(spec.payload_bytes * k // _STEPS, PAGE) for k in range(1, _STEPS)}
+    sizes = sorted(spec.header_bytes + step for step in steps)
+    return [SizeClass.within(size, spec.block_tokens, segment_bytes) for size in sizes if size < spec.slot_bytes]
+
+
 class Seen(msgspec.Struct):
     """What a look at the directory has found."""
 
@@ -61,11 +71,23 @@ class Pool:
     """All segments of a directory.
 
     ``lock`` guards columns and is held for microseconds; looking, growing and removing have a lock of their own.
+    *size* is that of whole images, *smaller* are those of encoded ones.
     """
 
-    def __init__(self, directory: Directory, size: SizeClass, budget: int, health: Health, now: Callable[[], int]):
+    def __init__(
+        self,
+        directory: Directory,
+        size: SizeClass,
+        budget: int,
+        health: Health,
+        now: Callable[[], int],
+        smaller: Sequence[SizeClass] = (),
+    ):
         self.directory = directory
+        self.sizes = {one.slot_bytes: one for one in (*smaller, size)}
+        self.whole = size
         self.size = size
+        """The class that was written last: where nothing else is known, the next images will be like it."""
         self.budget = budget
         self.health = health
         self.segments: dict[int, Segment] = {}
@@ -164,19 +186,24 @@ class Pool:
         return [s for s in list(self.segments.values()) if s.owned]
 
     def ours(self) -> list[Segment]:
-        """This process's segments of the size that it writes."""
-        return [s for s in self.own() if s.slot_bytes == self.size.slot_bytes]
+        """This process's segments of sizes that it writes."""
+        return [s for s in self.own() if s.slot_bytes in self.sizes]
 
-    def of_other_sizes(self) -> list[Segment]:
-        """This process's segments of blocks of another size than it writes."""
-        return [s for s in self.own() if s.slot_bytes != self.size.slot_bytes]
+    def of_other_sizes(self, size: SizeClass | None = None) -> list[Segment]:
+        """This process's segments of another size than *size*, those of sizes that it does not write first."""
+        wanted = (size or self.size).slot_bytes
+        return sorted((s for s in self.own() if s.slot_bytes != wanted), key=lambda s: s.slot_bytes in self.sizes)
+
+    def class_of(self, image_bytes: int) -> SizeClass:
+        """The smallest class that has room for an image of so many bytes."""
+        return self.sizes[min(slot for slot in self.sizes if slot >= image_bytes)]
 
     @property
     def may_grow(self) -> int:
         """How many segments the budget has room for, as of the last look."""
         return max(0, (self.budget - self.used_bytes) // self.size.bytes)
 
-    def grow(self) -> bool:
+    def grow(self, size: SizeClass) -> bool:
         """Make one more segment; False when the budget does not allow it, or the disk does not."""
         if not self.may_grow or self.health.growing.error is not None:
             self._starved = True
@@ -185,7 +212,7 @@ class Pool:
             with self._files_lock:
                 self._come_back()
                 with self.directory.locked():
-                    return self._grow()
+                    return self._grow(size)
         except (OSError, StoreError, ConfigError) as error:
             self.health.growing.begin(self.health.failed(f"cannot make a segment in {self.directory.path}", error))
             return False
@@ -198,13 +225,13 @@ class Pool:
             with self.directory.locked():
                 self.presence = Presence(self.directory)
 
-    def _grow(self) -> bool:
+    def _grow(self, size: SizeClass) -> bool:
         self.directory.sweep()
         self.used_bytes = self.directory.list().used_bytes
         self._starved = not self.may_grow
         if self._starved:
             return False
-        one = segment.create(self.directory, self.size.header(self._unused_number(), self._now_ns()))
+        one = segment.create(self.directory, size.header(self._unused_number(), self._now_ns()))
         with self.lock:
             self.segments[one.number] = one
         self.used_bytes += one.bytes
@@ -217,8 +244,8 @@ class Pool:
             if not self.directory.log_path(number).exists() and not self.directory.data_path(number).exists():
                 return number
 
-    def remove_empty(self, candidates: Iterable[Segment], *, grow: bool = False) -> bool:
-        """Remove the first own segment of *candidates* that is empty, and *grow* in its place at once."""
+    def remove_empty(self, candidates: Iterable[Segment], *, grow: SizeClass | None = None) -> bool:
+        """Remove the first own segment of *candidates* that is empty, and *grow* one in its place at once."""
         candidates = list(candidates)
         if not candidates:  # the lock is a file, and the directory may be somebody else's by now
             return False
@@ -233,7 +260,7 @@ class Pool:
                 if empty:
                     one.remove()
                     self.used_bytes -= one.bytes
-                    return self._grow() if grow else True
+                    return self._grow(grow) if grow is not None else True
         return False
 
     def shrink(self) -> int:
@@ -281,27 +308,36 @@ class Pool:
 
     # -- slots --------------------------------------------------------------------------------------------------------
 
-    def room(self) -> int:
-        """Blocks that can be placed without freeing any."""
-        free = sum(s.num_free for s in self.ours() if not s.leaving)
+    def room(self, size: SizeClass | None = None) -> int:
+        """Blocks, of *size* or like the last ones, that can be placed without freeing any."""
+        fits = self.ours() if size is None else [s for s in self.own() if s.slot_bytes == size.slot_bytes]
+        free = sum(s.num_free for s in fits if not s.leaving)
         if not free and not self.may_grow:  # who asks and hears "none" does not come to grow
             self._starved = True
-        return free + (0 if self.health.growing.error else self.may_grow * self.size.slots)
+        return free + (0 if self.health.growing.error else self.may_grow * (size or self.size).slots)
 
-    def take(self, count: int) -> tuple[Segment, SlotNumbers] | None:
-        """Take up to *count* free slots of one segment, growing where that is needed and allowed.
+    def take(self, count: int, size: SizeClass | None = None) -> tuple[Segment, SlotNumbers] | None:
+        """Take up to *count* free slots of one segment of *size* (or of whole images), growing where that is needed and
+        allowed.
 
         Neighbours are worth more than a full segment: one that has room for all of them is preferred.
         """
+        size = size or self.whole
+        self.size = size
         while True:
             with self.lock:
-                free = [s for s in self.ours() if s.num_free and not s.leaving]
+                free = [s for s in self.own() if s.slot_bytes == size.slot_bytes and s.num_free and not s.leaving]
                 if free:
                     enough = [s for s in free if s.num_free >= count]
                     one = enough[0] if enough else max(free, key=lambda s: s.num_free)
                     return one, one.take(count)
-            if not self.grow():
+            if not self.grow(size):
                 return None
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of the slots that hold a block, whoever's."""
+        return sum(s.num_used * s.slot_bytes for s in list(self.segments.values()))
 
     def stats(self) -> dict[str, int]:
         """Counts and bytes of segments."""
@@ -311,6 +347,7 @@ class Pool:
             "owned_bytes": self.owned_bytes,
             "segments": len(self.segments),
             "owned_segments": len(self.own()),
+            "stored_bytes": self.stored_bytes,
             "used_slots": sum(s.num_used for s in list(self.segments.values())),
             "free_slots": sum(s.num_free for s in self.ours()),
         }

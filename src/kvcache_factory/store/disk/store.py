@@ -20,7 +20,7 @@ from .directory import Directory
 from .entries import joined, rows_gone, rows_in, to_entries
 from .health import Health
 from .images import Images, describe, zeros
-from .pool import Pool, Seen, SizeClass
+from .pool import Pool, Seen, SizeClass, smaller_classes
 from .rows import NOWHERE, PlaceColumn, by_segment, in_order, places, segments_of, slots_of
 from .segment import Segment, SlotNumbers
 
@@ -45,6 +45,8 @@ class DiskStore(LastingStore):
         Bytes of one segment; larger where a budget would otherwise make more than 512 of them.
     direct:
         ``auto`` goes past the page cache where a probe proves that it works, ``never`` does not try.
+    encoded:
+        Have slots of smaller sizes too, for images that were encoded.
     clock, now_ns:
         Seconds that only grow, for pauses; the wall clock in nanoseconds, for the order of entries.
     """
@@ -58,6 +60,7 @@ class DiskStore(LastingStore):
         segment_bytes: int = SEGMENT_BYTES,
         *,
         direct: str = "auto",
+        encoded: bool = False,
         clock: Callable[[], float] = time.monotonic,
         now_ns: Callable[[], int] = time.time_ns,
     ) -> None:
@@ -67,6 +70,7 @@ class DiskStore(LastingStore):
         self.budget_bytes = budget_bytes
         self.segment_bytes = segment_bytes
         self.direct = direct
+        self.encoded = encoded
         self._clock, self._now_ns = clock, now_ns
         self._pool: Pool | None = None
         self._spec: BlockSpec | None = None
@@ -85,12 +89,13 @@ class DiskStore(LastingStore):
         when the disk fails.
         """
         assert self._pool is None, "the store is open"
-        size = self._size_class(spec)
+        size, smaller = self._sizes(spec)
         if self.budget_bytes < size.bytes:
             raise CapacityError(size.refusal(self.budget_bytes))
         self.directory.prepare()
         try:
-            pool = Pool(self.directory, size, self.budget_bytes, Health(self._clock, self._report), self._now_ns)
+            health = Health(self._clock, self._report)
+            pool = Pool(self.directory, size, self.budget_bytes, health, self._now_ns, smaller)
         except OSError as error:
             raise self.directory.refusal(error) from error
         name = f"kvcache-factory.probe-{pool.presence.name}"
@@ -100,9 +105,10 @@ class DiskStore(LastingStore):
         self._zeros = zeros(size.slot_bytes)
         self._spec, self._pool = spec, pool
 
-    def _size_class(self, spec: BlockSpec) -> SizeClass:
-        share = self.budget_bytes // _MOST_SEGMENTS
-        return SizeClass.within(spec.slot_bytes, spec.block_tokens, max(self.segment_bytes, share))
+    def _sizes(self, spec: BlockSpec) -> tuple[SizeClass, list[SizeClass]]:
+        share = max(self.segment_bytes, self.budget_bytes // _MOST_SEGMENTS)
+        smaller = smaller_classes(spec, share) if self.encoded else []
+        return SizeClass.within(spec.slot_bytes, spec.block_tokens, share), smaller
 
     def slot_bytes(self, spec: BlockSpec) -> int:
         return spec.slot_bytes
@@ -180,8 +186,13 @@ class DiskStore(LastingStore):
     def owned(self, rows: Slots) -> Mask:
         return np.isin(segments_of(self._rows.of(rows)), [one.number for one in self._open.own()])
 
-    def room(self) -> int:
-        return self._open.room()
+    def room(self, image_bytes: int = 0) -> int:
+        pool = self._open
+        return pool.room(pool.class_of(image_bytes) if image_bytes else None)
+
+    @property
+    def stored_bytes(self) -> int:
+        return self._open.stored_bytes
 
     # -- moving images ------------------------------------------------------------------------------------------------
 
@@ -193,6 +204,7 @@ class DiskStore(LastingStore):
         source_offset: int,
         *,
         depths: Depths | None = None,
+        image_bytes: int = 0,
     ) -> int:
         """See the contract: data first and then the log, so that a record never speaks of what is not there yet.
 
@@ -203,9 +215,10 @@ class DiskStore(LastingStore):
         if paused is not None:
             raise paused
         images, done = Images(source, source_slots, source_offset), 0
+        size = pool.class_of(image_bytes) if image_bytes else pool.whole
         while done < len(slots):
             try:
-                count = self._write_part(pool, slots, images, depths, done)
+                count = self._write_part(pool, size, slots, images, depths, done)
             except OSError as error:
                 failure = pool.health.failed(f"cannot write to {self.directory.path}", error)
                 pool.health.writing.begin(failure)
@@ -226,9 +239,11 @@ class DiskStore(LastingStore):
         pool.health.count("full")
         return StoreError(f"{self.directory.path} is full: nothing is free, and the budget is used up", "full")
 
-    def _write_part(self, pool: Pool, rows: Slots, images: Images, depths: Depths | None, start: int) -> int:
+    def _write_part(
+        self, pool: Pool, size: SizeClass, rows: Slots, images: Images, depths: Depths | None, start: int
+    ) -> int:
         """Write the rows from number *start* on to one segment; returns how many were, 0 when nothing is free."""
-        taken = pool.take(len(rows) - start)
+        taken = pool.take(len(rows) - start, size)
         if taken is None:
             return 0
         one, slots = taken
@@ -344,18 +359,19 @@ class DiskStore(LastingStore):
             else:
                 one.state[slots] = state
 
-    def reassign(self) -> bool:
+    def reassign(self, image_bytes: int = 0) -> bool:
         pool = self._open
+        size = pool.class_of(image_bytes) if image_bytes else pool.size
         try:
-            return pool.remove_empty(pool.of_other_sizes(), grow=True)
+            return pool.remove_empty(pool.of_other_sizes(size), grow=size)
         except (OSError, StoreError) as error:
             pool.health.failed(f"cannot reassign a segment of {self.directory.path}", error)
             return False
 
-    def fullest_other_class(self) -> Slots:
+    def fullest_other_class(self, image_bytes: int = 0) -> Slots:
         pool = self._open
         with pool.lock:
-            others = pool.of_other_sizes()
+            others = pool.of_other_sizes(pool.class_of(image_bytes) if image_bytes else None)
             return rows_in(min(others, key=lambda s: s.num_used)) if others else joined([])
 
     def surplus(self) -> Slots:

@@ -1,0 +1,65 @@
+"""``kvcache-factory calibrate``: make the table that the codecs pca and low_rank need."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from .output import emit, json_option, progress_bar
+
+
+@click.command(epilog="Example: kvcache-factory calibrate --model ./my-model --text corpus.txt")
+@click.option(
+    "--model",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    metavar="DIR",
+    help="Directory of a model; by default the demo's.",
+)
+@click.option(
+    "--text",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="UTF-8 text like what the model will read; by default half of Python's language reference.",
+)
+@click.option("--windows", type=click.IntRange(min=1), default=6, show_default=True, help="Windows that are read.")
+@click.option("--tokens", type=click.IntRange(min=64), default=2048, show_default=True, help="Tokens of each.")
+@click.option(
+    "--out",
+    type=click.Path(file_okay=False, path_type=Path),
+    metavar="DIR",
+    help="Directory of the table; by default that where `quality` looks.",
+)
+@json_option
+def calibrate(
+    model: Path | None, text: Path | None, windows: int, tokens: int, out: Path | None, as_json: bool
+) -> None:
+    """Measure what a model's keys and values have in common, and write it to a file that is named by its content.
+
+    More tokens than the widest group of layers has channels (some 1,200) are needed; 12,000 are good.
+    """
+    from ..codec.calibration import load, tables_directory
+    from ..quality.calibrate import make_table
+    from ..quality.run import load_reader
+
+    try:
+        content = text.read_text(encoding="utf-8") if text is not None else None
+    except (OSError, UnicodeDecodeError) as error:
+        raise click.UsageError(f"--text {text}: {error}") from error
+    with progress_bar("calibrate") as progress:
+        reader, tokenizer = load_reader(model, progress)
+        out = out or tables_directory()
+        file = make_table(reader, tokenizer, out, text=content, num_windows=windows, tokens=tokens, progress=progress)
+    found = load(file)
+    layers, heads, dim = found.geometry
+    row = {
+        "table": str(file),
+        "bytes": file.stat().st_size,
+        "model": found.model,
+        "layers": layers,
+        "heads": heads,
+        "head_dim": dim,
+        "tokens": windows * tokens,
+        "groups": len(found.keys),
+    }
+    emit("calibrate", [row], as_json=as_json, title="Calibration")

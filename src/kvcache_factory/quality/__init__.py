@@ -1,0 +1,1 @@
+"""What compression costs, measured on a real model and a real text."""

@@ -1,0 +1,413 @@
+"""Blocks that shrink in memory and on their way to a disk: fewer bytes, known error, and marked for everybody."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvcache_factory import (
+    CacheManager,
+    CompressionPolicy,
+    CPUBackend,
+    DiskBackend,
+    GPUBackend,
+    HierarchicalBackend,
+    LFUEvictionPolicy,
+    LRUEvictionPolicy,
+)
+from kvcache_factory.backend import RemoteBackend
+from kvcache_factory.block.key import KeyChain
+from kvcache_factory.block.spec import BlockSpec, KVDtype, Layout
+from kvcache_factory.codec import names
+from kvcache_factory.codec.values import from_bf16, narrow
+from kvcache_factory.engine.ledger import Event
+from kvcache_factory.errors import ConfigError
+from kvcache_factory.testing import FakeEngine, tiny_identity
+
+SPEC = BlockSpec(KVDtype.BF16, num_layers=2, num_kv_heads=2, head_dim=64, block_tokens=64)
+MIB = 1 / 1024
+BLOCKS = 12
+TOKENS = list(range(BLOCKS * 64))
+
+
+class Engine(FakeEngine):
+    """KV that looks like KV: seeded by the tokens, some channels larger than others."""
+
+    def compute(self, chain: KeyChain, version: int = 0, bad: int = -1) -> Any:
+        for i, tokens in enumerate(chain.token_blocks):
+            payload = np.empty(SPEC.payload_bytes, np.uint8)
+            narrow(kv_of(tokens, version), SPEC, Layout.LCND, payload)
+            self._block(i)[:] = payload.reshape(self._block(i).shape)
+            if i == bad:
+                self._block(i).view(np.uint16)[0, 0, 0, 0, 0] = 0x7FC0  # NaN
+        return self.positions(chain.num_blocks)
+
+    def block(self, i: int) -> Any:
+        """float32 [layers, 2, tokens, heads, head_dim]"""
+        return from_bf16(np.ascontiguousarray(self._block(i)).view(np.uint16))
+
+
+def kv_of(tokens: Any, version: int = 0) -> Any:
+    seed = int.from_bytes(hashlib.blake2b(tokens.tobytes() + bytes([version])).digest()[:8], "little")
+    rng = np.random.default_rng(seed)
+    shape = (SPEC.num_layers, 2, SPEC.num_kv_heads, SPEC.block_tokens, SPEC.head_dim)
+    return (rng.normal(0, 1, shape) * np.exp(rng.normal(0, 1, (*shape[:3], 1, shape[-1])))).astype(np.float32)
+
+
+class Cache:
+    """A manager, its key space and two engines: one that computes and one that loads."""
+
+    def __init__(self, backend: Any, **options: Any) -> None:
+        self.manager = CacheManager(backend, **options)
+        self.space = self.manager.register(SPEC, tiny_identity(SPEC))
+        self.here, self.there = Engine(SPEC, 64), Engine(SPEC, 64)
+
+    def save(self, tokens: Any, **options: Any) -> int:
+        chain = self.space.chain(tokens)
+        stored = self.space.save(chain, self.here.region, self.here.compute(chain, **options))
+        assert self.manager.wait(60)
+        return stored
+
+    def load(self, tokens: Any) -> list[float]:
+        """Error of each block that came back, relative to the largest element of its plane."""
+        chain = self.space.chain(tokens)
+        self.here.compute(chain)
+        match = self.space.match(chain, "r")
+        self.there.erase()
+        count = self.space.load(match, self.there.region, self.there.positions(match.blocks))
+        self.space.release("r")
+        assert count == match.blocks
+        return [relative_error(self.here.block(i), self.there.block(i)) for i in range(count)]
+
+    def count(self, event: str, reason: str | None = None) -> int:
+        rows = self.manager.state()["events"]
+        return sum(r["blocks"] for r in rows if r["event"] == event and reason in (None, r["reason"]))
+
+    def tier(self, number: int = 0) -> dict[str, Any]:
+        found: dict[str, Any] = self.manager.state()["tiers"][number]
+        return found
+
+
+def relative_error(before: Any, after: Any) -> float:
+    axes = (2, 3, 4)
+    return float((np.abs(before - after).max(axis=axes) / np.abs(before).max(axis=axes)).max())
+
+
+@pytest.fixture
+def opened() -> Iterator[Any]:
+    """Opens caches; none may have broken an invariant when the test ends."""
+    caches: list[Cache] = []
+
+    def make(backend: Any, **options: Any) -> Cache:
+        caches.append(Cache(backend, **options))
+        return caches[-1]
+
+    yield make
+    for cache in caches:
+        assert cache.manager.wait(60)
+        problems = cache.manager.check()
+        cache.manager.close()
+        assert problems == []
+
+
+def gpu(size_mb: float = 16) -> GPUBackend:
+    return GPUBackend(device="cpu", size_gb=size_mb * MIB)
+
+
+def levels(path: Path, codec: str | None = None, size_mb: int = 8, **more: Any) -> HierarchicalBackend:
+    disk = DiskBackend(str(path / "disk"), size_gb=size_mb * MIB, segment_mb=1, codec=codec, **more)
+    return HierarchicalBackend([CPUBackend(size_gb=16 * MIB, huge_pages=False), disk])
+
+
+# -- in memory --------------------------------------------------------------------------------------------------------
+
+
+def test_bytes_held_fall_as_documented(opened: Any) -> None:
+    """Part 4.4 on a single device: after 50 steps a block is int8; the first and the most recent stay exact."""
+    policy = CompressionPolicy(method="int8", threshold_step=50)
+    exact = opened(gpu(), eviction_policy=LFUEvictionPolicy(max_size_gb=1.5))
+    small = opened(gpu(), eviction_policy=LFUEvictionPolicy(max_size_gb=1.5), compression_policy=policy)
+    for cache in (exact, small):
+        assert cache.save(TOKENS) == BLOCKS
+    assert small.manager.state()["compression"] == "int8"
+    assert small.tier()["encoded_blocks"] == BLOCKS - 2
+    held = [cache.tier()["held_bytes"] for cache in (exact, small)]
+    assert held[1] < 0.65 * held[0]
+    errors = small.load(TOKENS)
+    assert len(errors) == BLOCKS
+    assert errors[0] == errors[-1] == 0
+    assert all(0 < error < 0.01 for error in errors[1:-1])
+    assert small.load(TOKENS) == errors
+    assert exact.load(TOKENS) == [0] * BLOCKS
+
+
+def test_blocks_become_small_as_the_chain_grows(opened: Any) -> None:
+    """What was recent is not any more; what follows a lossy block is marked; nothing is encoded twice."""
+    cache = opened(gpu(), compression_policy=CompressionPolicy(threshold_step=50))
+    cache.save(TOKENS[: 3 * 64])
+    assert cache.tier()["encoded_blocks"] == 1
+    chain = cache.space.chain(TOKENS[: 3 * 64])
+    match = cache.space.match(chain, "r")
+    chain.extend(TOKENS[3 * 64 :])
+    assert cache.space.save(chain, cache.here.region, cache.here.compute(chain)) == BLOCKS - 3
+    cache.space.release(match.request_id)
+    assert cache.manager.wait(60)
+    index = cache.manager.first_index
+    rows = index.rows_of(chain.keys)
+    assert index.fidelity[rows[:3]].tolist() == [0, 1, 0] or index.fidelity[rows[:3]].tolist() == [0, 1, 1]
+    assert (index.fidelity[rows[3:]] == 1).all()
+    cache.save(TOKENS)  # nobody holds them now
+    assert cache.tier()["encoded_blocks"] == BLOCKS - 2
+    assert cache.count("encoded") == BLOCKS - 2
+
+
+def test_what_somebody_holds_stays_where_it_is(opened: Any) -> None:
+    """A lease promises its bytes: blocks under it are encoded after it has ended, not before."""
+    cache = opened(gpu(), compression_policy=CompressionPolicy(threshold_step=50))
+    chain = cache.space.chain(TOKENS)
+    space, engine = cache.space, cache.here
+    positions = engine.compute(chain)
+    assert space.save(chain, engine.region, positions[:2]) == 2
+    assert cache.manager.wait(60)
+    assert space.match(chain, "holder").blocks == 2
+    assert space.save(chain, engine.region, positions, request_id="holder") == BLOCKS - 2
+    assert cache.manager.wait(60)
+    assert cache.tier()["encoded_blocks"] == 0
+    space.release("holder")
+    assert cache.manager.wait(60)
+    assert cache.tier()["encoded_blocks"] == BLOCKS - 2
+
+
+def test_more_blocks_fit_into_the_same_bytes(opened: Any) -> None:
+    """With rot4 a tier holds more than twice the blocks that it has slots for, within its budget; nothing is wrong."""
+    policy = CompressionPolicy(method="rot4", threshold_step=50)
+    counts = []
+    for chosen in (None, policy):
+        cache = opened(gpu(3), compression_policy=chosen)
+        for first in range(8):
+            cache.save([first, *TOKENS[1:]])
+        state = cache.tier()
+        assert state["held_bytes"] <= state["budget_bytes"]
+        counts.append(state["held_blocks"])
+        for first in range(8):
+            errors = cache.load([first, *TOKENS[1:]])
+            assert all(error < 0.3 for error in errors)
+    assert counts[1] > 1.8 * counts[0]
+
+
+def test_age_place_and_levels_decide_too(opened: Any) -> None:
+    for policy, encoded in (
+        (CompressionPolicy(min_age_s=3600), 0),
+        (CompressionPolicy(tiers=("disk",)), 0),
+        (CompressionPolicy(keep_first=4), BLOCKS - 5),
+        (CompressionPolicy(keep_recent=256), BLOCKS - 5),
+        (CompressionPolicy(method="bf16x", keep_first=0), BLOCKS - 1),
+    ):
+        cache = opened(gpu(), compression_policy=policy)
+        cache.save(TOKENS)
+        assert cache.tier().get("encoded_blocks", 0) == encoded, policy
+
+
+def test_hot_blocks_stay_exact(opened: Any) -> None:
+    """Blocks that were hit, while they were held and so not encoded, are not encoded after that either."""
+    cache = opened(gpu(), compression_policy=CompressionPolicy(max_hits=0))
+    chain = cache.space.chain(TOKENS)
+    positions = cache.here.compute(chain)
+    cache.space.save(chain, cache.here.region, positions[:1])
+    assert cache.space.match(chain, "holder").blocks == 1
+    cache.space.save(chain, cache.here.region, positions, request_id="holder")
+    for request, tokens in (("again", TOKENS[: 6 * 64]), ("holder", [])):
+        if tokens:
+            assert cache.space.match(cache.space.chain(tokens), request).blocks == 6
+        cache.space.release(request)
+    assert cache.manager.wait(60)
+    assert cache.tier()["encoded_blocks"] == BLOCKS - 7
+
+
+def test_policies_can_have_blocks_encoded_before_they_leave(opened: Any) -> None:
+    """``action="compress"``: nothing is touched while there is room; then what the policy chooses becomes small."""
+    cache = opened(gpu(3), eviction_policy=LRUEvictionPolicy(action="compress"))
+    assert cache.manager.state()["compression"] == "int8"
+    cache.save(TOKENS)
+    assert cache.tier()["encoded_blocks"] == 0
+    for first in range(4):
+        cache.save([first + 100, *TOKENS[1:]])
+    assert cache.tier()["encoded_blocks"] > 0
+    assert cache.tier()["held_bytes"] <= cache.tier()["budget_bytes"]
+    assert all(error < 0.01 for error in cache.load([103, *TOKENS[1:]]))
+
+
+def test_what_cannot_be_encoded_stays_and_is_counted(opened: Any) -> None:
+    """NaN in one block, and a bound that nothing keeps: raw, counted, and not tried again."""
+    cache = opened(gpu(), compression_policy=CompressionPolicy())
+    cache.save(TOKENS, bad=3)
+    assert cache.tier()["encoded_blocks"] == BLOCKS - 3
+    assert cache.count("kept_raw", "not_finite") == 1
+    strict = opened(gpu(), compression_policy=CompressionPolicy(options={"max_rel_error": 1e-4}))
+    for _ in range(2):
+        strict.save(TOKENS)
+    assert strict.count("kept_raw", "bound_exceeded") == BLOCKS - 2
+    assert strict.load(TOKENS) == [0] * BLOCKS
+
+
+def test_lossless_codecs_leave_blocks_exact(opened: Any) -> None:
+    """bf16x in memory: fewer bytes, the same bits, and exact for whoever asks."""
+    cache = opened(gpu(), compression_policy=CompressionPolicy(method="bf16x"))
+    cache.save(TOKENS)
+    assert cache.tier()["encoded_blocks"] == BLOCKS - 2
+    assert cache.load(TOKENS) == [0] * BLOCKS
+    assert not cache.manager.first_index.fidelity.any()
+
+
+def test_encoded_blocks_move_down_as_they_are(opened: Any, tmp_path: Path) -> None:
+    """To a disk that takes what leaves: encoded once, never a second time, and small there too."""
+    disk = DiskBackend(str(tmp_path), size_gb=8 * MIB, segment_mb=1, ingestion="evicted")
+    cache = opened(HierarchicalBackend([gpu(), disk]), compression_policy=CompressionPolicy(method="int8"))
+    cache.save(TOKENS)
+    memory, lower = cache.manager._chain.tiers
+    tip = int(memory.index.rows_of(cache.space.chain(TOKENS).keys)[-1])
+    memory.index.pin(tip)
+    cache.manager._chain.flow._copy_chain(0, tip, 1, Event.DEMOTED)
+    assert cache.count("kept_raw", "coded_already") == BLOCKS - 2
+    assert lower.index.codings.max() == 1
+    assert lower.held_bytes < 0.7 * BLOCKS * SPEC.slot_bytes
+    cache.manager.evict(BLOCKS)
+    errors = cache.load(TOKENS)
+    assert len(errors) == BLOCKS
+    assert errors[0] == errors[-1] == 0
+    assert all(0 < error < 0.01 for error in errors[1:-1])
+
+
+# -- on a disk --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("more", [{}, {"key_env": "KVCACHE_TEST_KEY"}], ids=["clear", "encrypted"])
+def test_a_disk_holds_encoded_blocks(opened: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: Any) -> None:
+    """Smaller slots; a restart reads them within the bound; a manager that wants exact blocks sees a miss."""
+    monkeypatch.setenv("KVCACHE_TEST_KEY", "07" * 32)
+    writer = opened(levels(tmp_path, "int8", **more))
+    writer.save(TOKENS)
+    held = writer.tier(1)["held_bytes"]
+    assert held < 0.7 * BLOCKS * SPEC.slot_bytes
+    assert writer.count("encoded", "int8") == BLOCKS - 1
+    assert writer.load(TOKENS) == [0] * BLOCKS  # memory still has what was computed
+    writer.manager.close()
+    reader = opened(levels(tmp_path, "int8", **more))
+    errors = reader.load(TOKENS)
+    assert errors[0] == 0
+    assert all(0 < error < 0.01 for error in errors[1:])
+    assert len(errors) == BLOCKS
+    assert reader.save(TOKENS) == 0  # lossy ones stay: this manager is content with them
+    reader.manager.close()
+    purist = opened(levels(tmp_path, None, **more))
+    assert purist.load(TOKENS) == [0]
+    assert purist.save(TOKENS) == BLOCKS - 1  # exact replaces lossy
+    purist.manager.close()
+    again = opened(levels(tmp_path, None, **more))
+    assert again.load(TOKENS) == [0] * BLOCKS
+
+
+def test_any_process_reads_lossless_blocks(opened: Any, tmp_path: Path) -> None:
+    """Written with bf16x, read by a manager that has never heard of it in its configuration."""
+    writer = opened(levels(tmp_path, "bf16x"))
+    writer.save(TOKENS)
+    assert writer.tier(1)["held_bytes"] < 0.95 * BLOCKS * SPEC.slot_bytes
+    writer.manager.close()
+    assert opened(levels(tmp_path)).load(TOKENS) == [0] * BLOCKS
+
+
+def test_what_is_built_on_a_lossy_prefix_is_never_sold_as_exact(opened: Any, tmp_path: Path) -> None:
+    """A request loads lossy blocks and computes on: what it stores is marked, here and on the disk."""
+    opened(levels(tmp_path, "int8")).save(TOKENS[: 4 * 64])
+    reader = opened(levels(tmp_path, "int8"))
+    chain = reader.space.chain(TOKENS)
+    match = reader.space.match(chain, "r")
+    assert match.blocks == 4
+    reader.space.load(match, reader.there.region, reader.there.positions(4))
+    assert reader.space.save(chain, reader.here.region, reader.here.compute(chain)) == BLOCKS - 4
+    reader.space.release("r")
+    assert reader.manager.wait(60)
+    reader.manager.close()
+    assert len(opened(levels(tmp_path)).load(TOKENS)) == 1
+
+
+def test_a_small_disk_with_slots_of_several_sizes(opened: Any, tmp_path: Path) -> None:
+    """Many chains through a disk of a few segments: exact first blocks and encoded others get their room in turn."""
+    cache = opened(levels(tmp_path, "int4g", size_mb=4))
+    for first in range(24):
+        assert cache.save([first, *TOKENS[1:]]) == BLOCKS
+    used = sum(f.stat().st_size for f in (tmp_path / "disk").iterdir())
+    assert used <= 4 << 20
+    assert cache.count("encoded") > 100
+    cache.manager.close()
+    reader = opened(levels(tmp_path, "int4g", size_mb=4))
+    found = [reader.load([first, *TOKENS[1:]]) for first in range(24)]
+    assert all(error < 0.1 for errors in found for error in errors)
+    assert sum(map(len, found)) > 40
+
+
+def test_a_codec_that_this_process_lacks_is_a_miss(
+    opened: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One line in the log, and the block stays for those who can read it."""
+    opened(levels(tmp_path, "bf16x")).save(TOKENS)
+    monkeypatch.delitem(names._CODECS, "bf16x")
+    reader = opened(levels(tmp_path))
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            chain = reader.space.chain(TOKENS)
+            match = reader.space.match(chain, "r")
+            assert reader.space.load(match, reader.there.region, reader.there.positions(match.blocks)) < BLOCKS
+            reader.space.release("r")
+    assert len([r for r in caplog.records if "bf16x" in r.getMessage()]) == 1
+    assert reader.count("load_failed", "no_codec") > 0
+    reader.manager.close()
+    monkeypatch.undo()
+    assert opened(levels(tmp_path)).load(TOKENS) == [0] * BLOCKS
+
+
+# -- descriptions -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"method": "zip"}, {"threshold_step": -1}, {"keep_recent": "many"}, {"tiers": ("tape",)}, {"max_hits": -1}],
+)
+def test_policies_that_cannot_work_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="CompressionPolicy"):
+        CompressionPolicy(**options)
+
+
+def test_codecs_that_cannot_work_are_refused_early(tmp_path: Path) -> None:
+    """When the manager is made: names and parameters; when a model comes: what depends on it."""
+    for backend, policy in (
+        (levels(tmp_path, "zip"), None),
+        (levels(tmp_path, "int8:bits=3"), None),
+        (gpu(), CompressionPolicy(options={"bits": 3})),
+    ):
+        with pytest.raises(ConfigError, match="codec"):
+            CacheManager(backend, compression_policy=policy)
+    manager = CacheManager(gpu(), compression_policy=CompressionPolicy(method="pca"))
+    with manager, pytest.raises(ConfigError, match="kvcache-factory calibrate"):
+        manager.register(SPEC, tiny_identity(SPEC))
+
+
+def test_memory_above_a_remote_level_is_not_encoded() -> None:
+    """What copies out of whole slots would not find them: refused, not ignored."""
+    backend = HierarchicalBackend([CPUBackend(size_gb=16 * MIB), RemoteBackend(connector="MOCK")])
+    with pytest.raises(ConfigError, match="remote level"):
+        CacheManager(backend, compression_policy=CompressionPolicy())
+
+
+def test_descriptions_make_the_trip_through_data(tmp_path: Path) -> None:
+    policy = CompressionPolicy("int4g", options={"group": 16}, tiers=("cpu",), keep_first=2)
+    manager = CacheManager(levels(tmp_path, "bf16x"), compression_policy=policy)
+    again = CacheManager.from_config(manager.to_config())
+    assert again.config == manager.config
+    assert again.state()["compression"] == "int4g,bf16x"
