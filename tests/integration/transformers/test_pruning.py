@@ -30,7 +30,7 @@ from kvcache_factory.integration.transformers import (
 )
 from kvcache_factory.integration.transformers.layout import cache_argument
 from kvcache_factory.integration.transformers.observing import Observer, attention_modules, queries_of, received
-from kvcache_factory.integration.transformers.pruned import PrunedCache, Pruner
+from kvcache_factory.integration.transformers.pruned import MaskCut, PrunedCache, Pruner
 from kvcache_factory.integration.transformers.pruning import pruning_names
 
 Attach = Callable[..., TransformersCacheAdapter]
@@ -203,7 +203,7 @@ def test_a_pruned_cache_is_the_masked_full_cache(text: str, attention: str) -> N
         torch.testing.assert_close(same.float() @ whole.values, layer.values)
     before = list(cache.stored_tokens)
     expected = _masked(model, cache, full, more)
-    with Pruner(model, cache, SnapKV(window=1), 10**9), torch.no_grad():  # only cuts masks
+    with MaskCut(model, cache), torch.no_grad():
         found = model(input_ids=more, **{cache_argument(model): cache}).logits
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
     assert cache.get_seq_length() == 65

@@ -22,6 +22,7 @@ from .pruning import (
 )
 from .reuse import Reuse
 from .special import Generated
+from .tiered import TieredCache, TieredCacheLayer
 
 __all__ = [
     "H2O",
@@ -35,6 +36,8 @@ __all__ = [
     "Seen",
     "SnapKV",
     "StreamingLLM",
+    "TieredCache",
+    "TieredCacheLayer",
     "TransformersCacheAdapter",
     "parse_pruning",
     "register_pruning",

@@ -27,6 +27,7 @@ from .weights import WeightWatch, adapter_digest, fingerprint
 if TYPE_CHECKING:
     from ...keyspace import KeySpace
     from ...manager import CacheManager
+    from ...policy.compression import CompressionPolicy
     from ...session import Session
 
 _NUMBERS = itertools.count(1)
@@ -173,6 +174,7 @@ class TransformersCacheAdapter(CacheAdapter):
         *args: Any,
         prune: PruningMethod | str | None = None,
         reuse: Reuse | None = None,
+        compress: CompressionPolicy | None = None,
         rank_blocks: bool = False,
         **kwargs: Any,
     ) -> Generated:
@@ -181,12 +183,15 @@ class TransformersCacheAdapter(CacheAdapter):
         Args:
             prune: keep a part of the prompt's KV, by a method or its name such as ``"snapkv:keep=0.5"``.
             reuse: take runs of equal tokens from other sequences too, moved and computed again in part.
+            compress: encode what lies behind the end of the live cache, as the policy says.
             rank_blocks: exact; have the last queries' attention order which blocks leave for a slower tier first.
 
-        What is approximate (``prune``, ``reuse``) is for this call only and never stored.  Raises ConfigError for what
-        cannot be meant, and UnsupportedGenerationError where the call or the model cannot be served so.
+        What is approximate (``prune``, ``reuse``, a lossy ``compress``) is for this call only and never stored.
+
+        Raises ConfigError for what cannot be meant, and UnsupportedGenerationError where the call or the model cannot
+        be served so.
         """
-        asked, make = request_maker(self.model, prune, reuse, rank_blocks)
+        asked, make = request_maker(self.model, prune, reuse, compress, rank_blocks)
         if not self.attached:
             raise ConfigError("the adapter is detached; attach it again")
         options = {"asked": asked, "make": make} if asked else {}

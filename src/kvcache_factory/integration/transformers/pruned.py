@@ -91,7 +91,7 @@ class PrunedCache(Cache):  # type: ignore[misc]
         return made
 
     def get_mask_sizes(self, query: Any, layer_idx: int) -> tuple[int, int]:
-        """Wide enough for the layer that holds most; narrower ones have it cut for them (see :class:`Pruner`)."""
+        """Wide enough for the layer that holds most; narrower ones have it cut for them (see :class:`MaskCut`)."""
         widest = max(self.layers, key=lambda layer: int(layer.stored))
         sizes: tuple[int, int] = widest.get_mask_sizes(query)
         return sizes
@@ -112,7 +112,24 @@ class PrunedCache(Cache):  # type: ignore[misc]
         return sum(layer.keys.nbytes + layer.values.nbytes for layer in self.layers if layer.stored)
 
 
-class Pruner(Observer):
+class MaskCut(Observer):
+    """Inside the context, each layer of a :class:`PrunedCache` gets the part of the mask that is about its own keys.
+
+    Needed where layers hold different numbers of tokens and a pass has a mask: several queries, or eager attention.
+    """
+
+    def __init__(self, model: Any, cache: PrunedCache, queries: int = 0) -> None:
+        super().__init__(model, cache, queries)
+
+    def before(self, layer: int, arguments: dict[str, Any]) -> dict[str, Any]:
+        mask = arguments.get("attention_mask")
+        if not isinstance(mask, torch.Tensor) or mask.dim() != 4:
+            return arguments
+        width = self.cache.layers[layer].stored + mask.shape[2]
+        return arguments if mask.shape[-1] <= width else {**arguments, "attention_mask": mask[..., -width:]}
+
+
+class Pruner(MaskCut):
     """Prunes each layer of a cache as soon as it has attended over the last token of the prompt.
 
     Layer by layer, so that there is never more than one layer's full attention input beside the pruned cache.
@@ -122,14 +139,6 @@ class Pruner(Observer):
         super().__init__(model, cache, method.queries)
         self._method = method
         self._prompt_tokens = prompt_tokens
-
-    def before(self, layer: int, arguments: dict[str, Any]) -> dict[str, Any]:
-        mask = arguments.get("attention_mask")
-        held = self.cache.layers[layer]
-        if not isinstance(mask, torch.Tensor) or mask.dim() != 4:
-            return arguments
-        width = held.stored + mask.shape[2]
-        return arguments if mask.shape[-1] <= width else {**arguments, "attention_mask": mask[..., -width:]}
 
     def after(self, layer: int, mass: torch.Tensor | None) -> None:
         held = self.cache.layers[layer]

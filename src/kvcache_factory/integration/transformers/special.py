@@ -8,15 +8,19 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...block.digest import digest128
+from ...codec.names import is_lossy
 from ...errors import ConfigError
+from ...policy.compression import CompressionPolicy
 from ...policy.importance import attention
 from .calls import Bypass, NotServed
+from .layout import fill, new_cache
 from .observing import AttentionMass
 from .pruned import PrunedCache, Pruner
 from .pruning import ALL_QUERIES, PruningMethod, parse_pruning
 from .request import Request
 from .reuse import Reuse, ReusedRequest
 from .rotation import Rotation
+from .tiered import TieredCache
 
 RANKING_QUERIES = 64
 """Last queries of the prompt whose attention ranks blocks."""
@@ -104,11 +108,53 @@ class RankedRequest(Request):
         return ranks
 
 
+class CompressedRequest(Request):
+    """A request whose live cache is encoded behind its end; what a lossy codec may have touched is not stored."""
+
+    def __init__(self, *args: Any, policy: CompressionPolicy, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._policy = policy
+
+    def open(self) -> None:
+        super().open()
+        self.cache = TieredCache.over(self.cache, self._policy)
+
+    def save(self, *args: Any, **options: Any) -> int:
+        if is_lossy(self._policy.method):
+            return 0
+        plain = new_cache(self.model)
+        wholes = [[tensor.clone() for tensor in layer.whole()] for layer in self.cache.layers]
+        fill(plain, *zip(*wholes, strict=True))
+        tiered, self.cache = self.cache, plain
+        try:
+            return super().save(*args, **options)
+        finally:
+            self.cache = tiered
+
+    def report(self) -> dict[str, Any]:
+        """The codec, and what the cache takes with it and would take without."""
+        layer = self.cache.layers[0]
+        whole = self.space.spec.bytes_per_token * layer.get_seq_length() * len(layer.keys)
+        return {
+            "method": self._policy.method,
+            "true_tokens": layer.get_seq_length(),
+            "encoded_tokens": layer.encoded_tokens,
+            "bytes_held": self.cache.bytes_held,
+            "ratio": whole / self.cache.bytes_held,
+            **super().report(),
+        }
+
+
 def request_maker(
-    model: Any, prune: PruningMethod | str | None, reuse: Reuse | None, rank: bool
+    model: Any,
+    prune: PruningMethod | str | None,
+    reuse: Reuse | None,
+    compress: CompressionPolicy | None,
+    rank: bool,
 ) -> tuple[str, Callable[..., Request]]:
     """What was asked for in words, and what makes such a request; ConfigError where two things exclude each other."""
-    given = [name for name, value in (("prune", prune), ("reuse", reuse), ("rank_blocks", rank)) if value]
+    asked = {"prune": prune, "reuse": reuse, "compress": compress, "rank_blocks": rank or None}
+    given = [name for name, value in asked.items() if value is not None]
     if len(given) > 1:
         raise ConfigError(f"generate({', '.join(f'{name}=…' for name in given)}): give one of them")
     if prune is not None:
@@ -120,4 +166,9 @@ def request_maker(
         if not isinstance(reuse, Reuse):
             raise ConfigError(f"generate(reuse={reuse!r:.60}): give a Reuse")
         return "reuse", lambda *a, **o: ReusedRequest(*a, reuse=reuse, rotation=Rotation.of(model), **o)
+    if compress is not None:
+        if not isinstance(compress, CompressionPolicy):
+            raise ConfigError(f"generate(compress={compress!r:.60}): give a CompressionPolicy")
+        TieredCache(1, compress)  # says what it cannot do before anything runs
+        return f"compress={compress.method}", lambda *a, **o: CompressedRequest(*a, policy=compress, **o)
     return ("rank_blocks", RankedRequest) if rank else ("", Request)
