@@ -23,6 +23,7 @@ COMMANDS = (
     "purge",
     "quality",
     "replay",
+    "reuse",
     "verify",
 )
 

@@ -69,7 +69,8 @@ class PrunedLayer(DynamicLayer):  # type: ignore[misc]
             self.mass = self.mass.index_select(0, beam_idx.to(self.mass.device))
 
     def reset(self) -> None:
-        super().reset()
+        self.keys = self.values = None  # type: ignore[assignment]
+        self.is_initialized = False
         self.true_length, self.budget, self.mass = 0, 0, None
 
 

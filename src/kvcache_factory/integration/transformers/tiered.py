@@ -129,7 +129,8 @@ class TieredCacheLayer(DynamicLayer):  # type: ignore[misc]
             self.keys, self.values = self.keys[..., :-remove, :], self.values[..., :-remove, :]
 
     def reset(self) -> None:
-        super().reset()
+        self.keys = self.values = None  # type: ignore[assignment]
+        self.is_initialized = False
         self._forget()
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
