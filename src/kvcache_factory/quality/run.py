@@ -202,8 +202,9 @@ def _measure_pruning(
     def apply(prefix: Window | Needle) -> Coded:
         return prune(reader.model, prefix.kv, prefix.ids, method)
 
-    parameters = f"keep={method.keep:.4g}"
-    return _measure(method.name, parameters, apply, reader, kvs, needles, plan)
+    others = [part for part in str(method).partition(":")[2].split(",") if part and not part.startswith("keep=")]
+    parameters = [f"keep={method.keep:.4g}", *others]
+    return _measure(method.name, ",".join(parameters), apply, reader, kvs, needles, plan)
 
 
 def _measure(
