@@ -34,6 +34,7 @@ NOUNS = {
     "S3FIFOEvictionPolicy",
     "SIEVEEvictionPolicy",
     "Session",
+    "SessionSettings",
     "SizeAwarePolicy",
     "TTLEvictionPolicy",
 }

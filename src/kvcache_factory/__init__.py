@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from .policy.s3fifo import S3FIFOEvictionPolicy, SIEVEEvictionPolicy
     from .policy.scored import GDSFEvictionPolicy, HeuristicEvictionPolicy
     from .policy.size import SizeAwarePolicy
-    from .session import Session
+    from .session import Session, SessionSettings
 
 __version__ = "0.1.0"
 
@@ -76,7 +76,7 @@ _HOMES = {
     "policy.s3fifo": ("S3FIFOEvictionPolicy", "SIEVEEvictionPolicy"),
     "policy.scored": ("GDSFEvictionPolicy", "HeuristicEvictionPolicy"),
     "policy.size": ("SizeAwarePolicy",),
-    "session": ("Session",),
+    "session": ("Session", "SessionSettings"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
@@ -105,6 +105,7 @@ __all__ = [  # noqa: RUF022  the nouns first, then the errors
     "S3FIFOEvictionPolicy",
     "SIEVEEvictionPolicy",
     "Session",
+    "SessionSettings",
     "SizeAwarePolicy",
     "TTLEvictionPolicy",
     "CapacityError",

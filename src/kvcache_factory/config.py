@@ -11,6 +11,7 @@ from .block.key import KEY_BUILDERS
 from .block.spec import DEFAULT_BLOCK_TOKENS, storage_block_tokens
 from .errors import ConfigError
 from .policy.compression import CompressionPolicy
+from .session.settings import SessionSettings
 
 Integrity = Literal["off", "sample", "full"]
 
@@ -49,6 +50,8 @@ class ManagerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     """A request that holds blocks longer than this loses its lease."""
     io_threads: int = 0
     """Threads that copy between tiers; 0: four where one is a disk, else one."""
+    sessions: SessionSettings = SessionSettings()
+    """Quotas of sessions and groups of them, what happens at a quota, and how long idle sessions live."""
     block_tokens: int = 0
     """Tokens of a storage block where the adapter is told none; 0: the engine's, at least 64; -1: the engine's."""
     max_tokens: int = -1

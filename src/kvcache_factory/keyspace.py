@@ -5,151 +5,30 @@ In the engine's path nothing raises: whatever fails is counted, logged once in a
 
 from __future__ import annotations
 
-import threading
 import time
 import weakref
-from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from msgspec.structs import replace
 
 from .block.envelope import Fidelity
 from .block.identity import Identity
 from .block.key import KeyChain, MediaSpan
 from .block.plan import LoadPlan, Match, SavePlan
 from .block.spec import BlockSpec, Layout
-from .engine.chain import TierChain
-from .engine.inside import HERE
+from .context import Context
 from .engine.io import Ticket
-from .engine.ledger import MANAGER, Event, Ledger
+from .engine.ledger import MANAGER, Event
 from .errors import ConfigError, LayoutError
 from .memory.agreement import Agreement
 from .memory.region import BlockPositions, Region
-from .observe.log import LimitedLog
-from .observe.profiling import Profiling, profile
-from .observe.record import Recorder
-from .policy.base import Importance, RequestHint, ReuseHint
-from .session import Session, SessionBook, current_session
-
-if TYPE_CHECKING:
-    from .config import ManagerConfig
+from .policy.base import RequestHint, ReuseHint
+from .session import current_session
+from .session.book import Charge
 
 MAX_WAIT_S = 2.0
 """Longest time that a look-up waits for a remote level."""
-
-
-class Context:
-    """What every key space of one manager shares."""
-
-    def __init__(
-        self, config: ManagerConfig, chain: TierChain, ledger: Ledger, sessions: SessionBook, number: int
-    ) -> None:
-        self.config = config
-        self.chain = chain
-        self.ledger = ledger
-        self.sessions = sessions
-        self.number = number
-        self.recorder: Recorder | None = None
-        self.profiling: Profiling | None = None
-        self.agreement: Agreement | None = None
-        """What keeps the ranks of a tensor-parallel engine together."""
-        self.bypassed = False
-        self.scorer: Importance | None = None
-        """What tells how important blocks are, where the policy has such a hook."""
-        self.log = LimitedLog(config.name)
-        self._lock = threading.RLock()  # a destructor may fail inside
-        self._later: deque[Callable[[], object]] = deque()
-
-    @property
-    def serving(self) -> bool:
-        """Whether requests are served: tiers are open, and the cache is not bypassed."""
-        return self.chain.is_open and not self.bypassed
-
-    def begin_recording(self, block_tokens: int) -> None:
-        """Record requests from now on, if the configuration says so; the file is opened with the first."""
-        with self._lock:
-            if self.config.record is not None and self.recorder is None:
-                self.recorder = Recorder(self.config.record, block_tokens)
-
-    def end_recording(self) -> None:
-        """Write what is left, and close the file; idempotent."""
-        if self.recorder is not None:
-            with self.guarded("record"):
-                self.recorder.close()
-
-    def begin_profiling(self) -> None:
-        """Push profiles of this process from now on, if the configuration says so."""
-        with self._lock:
-            if self.config.profiling_server and self.profiling is None:
-                self.profiling = profile(self.config.profiling_server)
-
-    def end_profiling(self) -> None:
-        """Push what is left, unless another manager goes on; idempotent."""
-        if self.profiling is not None:
-            with self.guarded("profile"):
-                self.profiling.end()
-
-    def guarded(self, verb: str) -> Guard:
-        """Count and log whatever is raised inside instead of letting it reach the engine; measure the time if asked."""
-        return Guard(self, verb)
-
-    def soon(self, work: Callable[[], object]) -> None:
-        """Run *work* now or, where a destructor asks in the middle of something, when the next verb has ended."""
-        self._later.append(work)
-        self.catch_up()
-
-    @property
-    def why_not(self) -> str:
-        """The reason of a match that finds nothing before anything was looked up, or fails."""
-        return "bypassed" if self.bypassed else "error" if self.chain.is_open else "closed"
-
-    @property
-    def late(self) -> bool:
-        """Whether something waits for :meth:`catch_up`."""
-        return bool(self._later)
-
-    def catch_up(self) -> None:
-        """Run what had to wait, unless this thread is inside itself."""
-        while self._later and not HERE.depth:
-            try:
-                work = self._later.popleft()
-            except IndexError:  # another thread was faster
-                return
-            with Guard(self, "later", catch_up=False):
-                work()
-
-    def failed(self, verb: str, error: Exception) -> None:
-        """Count a failure of *verb*, and log it unless its like was logged within a minute."""
-        kind = f"{verb}:{type(error).__name__}"
-        self.ledger.add(MANAGER, Event.ERROR, reason=kind)
-        text = f"{verb} failed and is answered as a miss: {kind}: {error}"
-        self.log.warning(kind, text, verb=verb, error=type(error).__name__)
-
-
-class Guard:
-    """One verb: keeps its failures from the engine, marks the thread as inside, and measures if asked."""
-
-    __slots__ = ("_begun", "_catch_up", "_context", "_verb")
-
-    def __init__(self, context: Context, verb: str, catch_up: bool = True) -> None:
-        self._context = context
-        self._verb = verb
-        self._catch_up = catch_up
-
-    def __enter__(self) -> None:
-        HERE.depth += 1
-        self._begun = time.perf_counter()
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
-        context = self._context
-        swallowed = isinstance(error, Exception)
-        if isinstance(error, Exception):
-            context.failed(self._verb, error)
-        HERE.depth -= 1
-        if context.config.enable_metrics:
-            context.ledger.observe(MANAGER, self._verb, time.perf_counter() - self._begun)
-        if self._catch_up and context.late:
-            context.catch_up()
-        return swallowed
 
 
 class KeySpace:
@@ -171,6 +50,11 @@ class KeySpace:
     def block_tokens(self) -> int:
         """Tokens of a storage block."""
         return self.spec.block_tokens
+
+    @property
+    def closed(self) -> bool:
+        """Whether the manager was closed: nothing is found or stored any more."""
+        return self._context.chain.closed
 
     def chain(self, tokens: Any = (), media: Sequence[MediaSpan] = ()) -> KeyChain:
         """The keys of *tokens* (list, array or tensor of integers); TokenError when they are not token ids."""
@@ -245,7 +129,7 @@ class KeySpace:
         Returns how many leading blocks were copied; what lies behind them is undefined and must be recomputed.
         """
         loaded = 0
-        with self._context.guarded("load"):
+        with self._context.guarded("load", timed=False):
             if self._context.chain.is_open and match.blocks:
                 self._require(region=region)
                 loaded = self._context.chain.loading.load(match, region, positions)
@@ -286,14 +170,13 @@ class KeySpace:
                     output_tokens=output_tokens,
                     importance=self._importance(chain, importance, text),
                 )
-                part = positions[:count]
                 # Before anything is stored: whoever ends the session meanwhile takes these blocks along.
-                charged = self._charge(session, chain, first + count)
+                charge = self._charge(session, chain, first + count, storing=True)
+                part = positions[: max(charge.blocks - first, 0)]
                 arguments = region, part, first, fidelity, hint, request_id
-                stored = self._context.chain.saving.save(chain, self.root, *arguments)
-                if charged is not None and charged.purged is not None:
-                    keys = self._context.sessions.unheld(chain.keys[: first + count])
-                    self._context.chain.drop_unshared(keys, "session_destroyed", wipe=charged.purged)
+                if len(part):
+                    stored = self._context.chain.saving.save(chain, self.root, *arguments)
+                self._context.sessions.stored(charge, chain.keys[: charge.blocks], stored)
         return stored
 
     def plan_save(
@@ -317,8 +200,13 @@ class KeySpace:
             if self._context.serving and count > 0:
                 self._require(chain)
                 hint = self._hint(session, reuse_hint, total_blocks=chain.num_blocks, first_block=first)
-                plan = self._context.chain.saving.plan_save(chain, self.root, first, count, tag, Fidelity.EXACT, hint)
-                self._charge(session, chain, first + count)
+                charge = self._charge(session, chain, first + count, storing=True)
+                count = max(charge.blocks - first, 0)
+                if count:
+                    saving = self._context.chain.saving
+                    plan = saving.plan_save(chain, self.root, first, count, tag, Fidelity.EXACT, hint)
+                    plan = replace(plan, session=hint.session)
+                self._context.sessions.stored(charge, chain.keys[: charge.blocks], len(plan.rows) if plan else 0)
         return plan if plan is not None and len(plan.rows) else None
 
     def finish_save(
@@ -327,17 +215,17 @@ class KeySpace:
         """End a plan: its leading *filled* rows hold their blocks, the others are given back."""
         with self._context.guarded("save"):
             if self._context.chain.is_open:
-                self._context.chain.saving.finish_save(plan, filled, self._hint(session, reuse_hint))
+                hint = self._hint(session if session is not None else plan.session or None, reuse_hint)
+                self._context.chain.saving.finish_save(plan, filled, hint)
+                self._context.sessions.hold_again(hint.session)
 
     def holds(self, match: Match) -> bool:
         """Whether the lease of *match* is still there."""
         return self._context.chain.leases.holds(match.request_id, match.lease)
 
     def serve(self, match: Match, blocks: int, *, declined: bool = False) -> None:
-        """For engines that load by :meth:`plan_load`: the leading *blocks* of *match* are not computed again.
-
-        *declined*: the others are, because that was judged faster.
-        """
+        """For engines that plan loads: the leading *blocks* of *match* are used; the others are computed, by choice
+        where they were *declined*."""
         lease = self._context.chain.leases.find(match.request_id, match.lease)
         if lease is not None:
             lease.usage.served = blocks
@@ -359,7 +247,7 @@ class KeySpace:
     def release(self, request_id: str, output_tokens: int = 0) -> bool:
         """Give the lease of a request back; idempotent.  *output_tokens*: how many it generated."""
         released = False
-        with self._context.guarded("release"):
+        with self._context.guarded("release", timed=False):
             released = self._context.chain.release(request_id, output_tokens)
         if self._context.recorder is not None:
             with self._context.guarded("record"):
@@ -415,7 +303,7 @@ class KeySpace:
         """What is known of a request; what it does not say about its session's return, the session may."""
         owner = session if session is not None else current_session(self._context.number)
         if reuse == "unknown" and owner:
-            found = self._context.sessions.find(owner)
+            found = self._context.sessions.book.find(owner)
             reuse = found.reuse_hint if found is not None else reuse
         return RequestHint(reuse=reuse, session=owner or "", **known)
 
@@ -432,13 +320,17 @@ class KeySpace:
         if region is not None and region.spec is not self.spec and region.spec != self.spec:
             raise LayoutError(f"the region was made for {region.spec}, this key space for {self.spec}")
 
-    def _charge(self, session: str | None, chain: KeyChain, blocks: int, *, used: bool = False) -> Session | None:
+    def _charge(
+        self, session: str | None, chain: KeyChain, blocks: int, *, used: bool = False, storing: bool = False
+    ) -> Charge:
+        """Charge the leading *blocks* of *chain* to a session; how many of them it may have."""
         session = session if session is not None else current_session(self._context.number)
-        charged = None
-        if session is None:
-            return charged
+        charge = Charge(None, blocks)
         with self._context.guarded("charge"):
-            charged = self._context.sessions.charge(session, chain.keys[:blocks], self._context.chain.holds)
-            if used:
-                self._context.sessions.used(session, chain.num_tokens, blocks * self.block_tokens)
-        return charged
+            self._context.sessions.expire_if_due()
+            if session is not None:
+                charge = self._context.sessions.charge(session, chain.keys[:blocks], storing=storing)
+                if used and charge.session is not None:
+                    reused = blocks * self.block_tokens
+                    self._context.sessions.book.used(charge.session, chain.num_tokens, reused)
+        return charge

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import logging
 import os
+import time
 import weakref
 from collections.abc import Mapping
-from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from .backend import Backend, CPUBackend
 from .block.identity import Identity
@@ -17,14 +16,15 @@ from .block.key import root_key
 from .block.spec import BlockSpec
 from .build import build_chain, leave_notes
 from .config import Integrity, ManagerConfig, PolicyConfig, dump_config, parse_config
+from .context import Context
 from .engine.chain import TierChain
 from .engine.index import Index
 from .engine.inside import INSIDE
 from .engine.ledger import Ledger
 from .environment import compose
-from .errors import ConfigError, UnknownSessionError
+from .errors import ConfigError
 from .jit import warm_up_in_background
-from .keyspace import Context, KeySpace
+from .keyspace import KeySpace
 from .memory.agreement import Agreement
 from .observe.port import join_port
 from .observe.state import state_of
@@ -32,7 +32,13 @@ from .policy.base import EvictionPolicy
 from .policy.compression import CompressionPolicy
 from .policy.order import LRUEvictionPolicy
 from .registry import make_policy
-from .session import History, Session, SessionBook, SessionScope, current_history, current_session
+from .session import (
+    Keeper,
+    Remote,
+    SessionBook,
+    SessionSettings,
+)
+from .session.verbs import SessionVerbs
 from .store.base import SlotMemory
 
 if TYPE_CHECKING:
@@ -43,14 +49,7 @@ _log = logging.getLogger("kvcache_factory")
 _LIVE: weakref.WeakSet[CacheManager] = weakref.WeakSet()
 
 
-class Remote(Protocol):
-    """A manager in another process, where an engine keeps the blocks of this one."""
-
-    def call(self, verb: str, *args: Any) -> Any:
-        """Do *verb* there; what it returned, or None when that process cannot be reached."""
-
-
-class CacheManager:
+class CacheManager(SessionVerbs):
     """Keeps KV blocks under one budget, for the models that are registered with it.
 
     Constructing one is pure description: memory is allocated and threads are started when the first model is
@@ -81,6 +80,8 @@ class CacheManager:
         Seconds after which a request that never ended loses its hold on blocks.
     io_threads:
         Threads that copy between tiers; 0: four where one is a disk, else one.
+    sessions:
+        Quotas of sessions, what happens at a quota, and how long idle sessions live; see :class:`SessionSettings`.
     block_tokens:
         Tokens of a storage block where the adapter is told none; 0: the engine's block, at least 64; -1: the engine's.
     max_tokens:
@@ -114,6 +115,7 @@ class CacheManager:
         key_builder: str = "ROLLING_HASH",
         lease_max_age_s: float = 600.0,
         io_threads: int = 0,
+        sessions: SessionSettings | None = None,
         block_tokens: int = 0,
         max_tokens: int = -1,
         chunk_tokens: int = 0,
@@ -143,6 +145,7 @@ class CacheManager:
             key_builder=key_builder,
             lease_max_age_s=lease_max_age_s,
             io_threads=io_threads,
+            sessions=sessions if sessions is not None else SessionSettings(),
             block_tokens=block_tokens,
             max_tokens=max_tokens,
             chunk_tokens=chunk_tokens,
@@ -151,17 +154,20 @@ class CacheManager:
             record=os.fspath(record) if isinstance(record, os.PathLike) else record,
         )
         self._number = next(_NUMBERS)
-        self._sessions = SessionBook()
+        self._sessions = SessionBook(self.config.sessions, time.monotonic)
         self._ledger = Ledger(timed=enable_metrics)
         # The chain outlives this object only until its threads have ended, so it must not refer back to it.
         failures = _Failures()
         self._chain = build_chain(self.config, policy, self._ledger, failures)
-        self._context = Context(self.config, self._chain, self._ledger, self._sessions, self._number)
+        self.config.sessions.check_tiers([tier.name for tier in self._chain.tiers])
+        self._keeper = Keeper(name, self._sessions, self._chain)
+        self._context = Context(self.config, self._chain, self._ledger, self._keeper, self._number)
+        self._later = self._context
         self._context.scorer = policy.scorer
         self._context.agreement = Agreement(process_group) if process_group is not None else None
         failures.context = self._context
         self._finalizer = weakref.finalize(self, _close, self._chain, self._context)
-        self._remotes: list[Remote] = []
+        self._remotes = self._keeper.remotes
         self._registry: CollectorRegistry | None = None
         self._port = join_port(self, metrics_host, metrics_port) if metrics_port is not None else None
         _LIVE.add(self)
@@ -224,6 +230,7 @@ class CacheManager:
                 f"{spec.block_tokens} tokens of {spec.dtype.value}; make both from the same model"
             )
         self._chain.open(spec)
+        self._keeper.opened()
         self._context.begin_recording(spec.block_tokens)
         self._context.begin_profiling()
         with self._context.guarded("note"):
@@ -248,61 +255,6 @@ class CacheManager:
     def payload_offset(self) -> int:
         """Bytes from the start of a slot of the first tier to its payload."""
         return self._chain.tiers[0].payload_offset
-
-    # -- sessions -----------------------------------------------------------------------------------------------------
-
-    def create_session(self, session_id: str) -> Session:
-        """A new session; SessionExistsError when the id is taken."""
-        with INSIDE:
-            return self._sessions.create(session_id)
-
-    def use_session(self, session_id: str, history: History = "auto") -> SessionScope:
-        """A context manager: requests inside belong to the session, in this thread or asyncio task only.
-
-        *history*: what adapters of engines without conversations of their own put in front of a text prompt; the
-        session's tokens unless the prompt contains them (``"auto"``), always (``"append"``), or never (``"none"``).
-        """
-        return SessionScope(self._number, self._sessions.get(session_id), history)
-
-    @property
-    def current(self) -> tuple[Session | None, History]:
-        """The session that this thread or task is in, and how it wants text prompts continued."""
-        session_id = current_session(self._number)
-        session = self._sessions.find(session_id) if session_id is not None else None
-        return session, current_history(self._number)
-
-    def session(self, session_id: str) -> Session:
-        """The session of this id; UnknownSessionError when there is none."""
-        return self._sessions.get(session_id)
-
-    def clear_session(self, session_id: str) -> int:
-        """Forget a session's history and drop the blocks that only it references; the id stays valid.
-
-        Returns how many blocks were dropped.  UnknownSessionError when there is no such session.
-        """
-        with INSIDE:
-            dropped = self._chain.drop_unshared(self._sessions.clear(session_id), "session_cleared")
-        return dropped + sum(remote.call("clear_session", session_id) or 0 for remote in self._remotes)
-
-    def destroy_session(self, session_id: str, purge: bool = False) -> bool:
-        """End a session and drop the blocks that only it references; False when there is none.  Never raises.
-
-        With *purge*, stores overwrite the bytes of these blocks, also of those that are being written now.
-        """
-        known = isinstance(session_id, str) and session_id in self._sessions
-        # Called from __del__ too, in the middle of anything, and at exit, where half of the world may be gone.
-        if known:
-            self._context.soon(partial(self._end_session, session_id, purge))
-        return known
-
-    def _end_session(self, session_id: str, purge: bool) -> None:
-        self._chain.drop_unshared(self._sessions.destroy(session_id, purge), "session_destroyed", wipe=purge)
-        for remote in self._remotes:
-            remote.call("destroy_session", session_id, purge)
-
-    def dismiss_session(self, session_id: str) -> bool:
-        """Stop accounting for a session; its blocks stay, charged to nobody.  False when there is none."""
-        return self._sessions.dismiss(session_id)
 
     # -- running it ---------------------------------------------------------------------------------------------------
 
@@ -340,9 +292,7 @@ class CacheManager:
     def reset(self) -> None:
         """Drop every block and every session's references and history; session ids stay valid."""
         with INSIDE:
-            for row in self._sessions.rows():
-                with contextlib.suppress(UnknownSessionError):  # destroyed by somebody else meanwhile
-                    self._sessions.clear(row["session"])
+            self._keeper.reset()
             self._chain.clear("reset")
         for remote in self._remotes:
             remote.call("reset")
@@ -350,13 +300,14 @@ class CacheManager:
     def check(self) -> list[str]:
         """Violated invariants, as sentences; empty when all is well."""
         there = [sentence for remote in self._remotes for sentence in remote.call("check") or ()]
-        return self._chain.check() + there
+        return [*self._chain.check(), *self._keeper.check(), *there]
 
     def state(self) -> dict[str, Any]:
         """What is held and what has happened, as plain data."""
         self._context.catch_up()
+        self._keeper.expire_if_due()
         return {
-            **state_of(self.config, self._chain, self._ledger, self._sessions),
+            **state_of(self.config, self._chain, self._ledger, self._keeper),
             "bypassed": self._context.bypassed,
             "engines": [remote.call("state") for remote in self._remotes],
         }
@@ -381,8 +332,8 @@ class CacheManager:
         return self._port.address if self._port is not None else None
 
     def follow(self, remote: Remote) -> None:
-        """Make this manager a client of one in another process: sessions that end here end there, too."""
-        self._remotes.append(remote)
+        """Make this manager a client of one in another process: what is done to sessions here is done there, too."""
+        self._keeper.follow(remote)
 
     def bypass(self, on: bool = True) -> None:
         """Make the cache vanish without touching the engine, or come back: what it holds stays, nothing is served.

@@ -49,6 +49,32 @@ def test_an_unknown_command_is_a_usage_error() -> None:
     assert "docter" in result.output
 
 
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["docter"], "No such command 'docter'"),
+        (["--nonsense"], "No such option"),
+        (["plan", "--nonsense"], "No such option"),
+        (["bench", "nothing"], "No such command 'nothing'"),
+        (["replay"], "Missing argument"),
+    ],
+)
+def test_a_usage_error_is_one_line_that_says_where_help_is(arguments: list[str], says: str) -> None:
+    """Not four, of which three repeat the usage."""
+    result = CliRunner().invoke(main, arguments, prog_name="kvcache-factory")
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert result.stderr.startswith(f"kvcache-factory: {says}")
+    assert result.stderr.count("\n") == 1
+    assert "--help" in result.stderr
+
+
+def test_a_group_without_a_command_shows_its_help() -> None:
+    """Whoever types half a command sees how it goes on."""
+    result = CliRunner().invoke(main, ["bench"])
+    assert result.output.startswith("Usage:")
+
+
 def fail() -> None:
     raise CapacityError("a slab needs at least one slot,\nnot 0; raise size_gb")
 

@@ -10,6 +10,7 @@ import pytest
 from tests.faults.harness import DiskCache, open_cache_over
 
 from kvcache_factory import jit
+from kvcache_factory.testing import open_cache  # noqa: F401  a fixture
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -16,6 +16,7 @@ from kvcache_factory.block.spec import BlockSpec, KVDtype
 from kvcache_factory.memory.slab import Slab
 from kvcache_factory.store.disk import DiskStore
 from kvcache_factory.store.disk.identities import leave_note
+from kvcache_factory.testing import open_cache  # noqa: F401  a fixture
 
 SPEC = BlockSpec(KVDtype.F32, num_layers=1, num_kv_heads=2, head_dim=16, block_tokens=16)
 HOUR_NS = 3600 * 10**9

@@ -30,6 +30,10 @@ def test_the_wheel_is_pure_python_and_typed(wheel: zipfile.ZipFile) -> None:
     shipped = [name for name in wheel.namelist() if ".dist-info/" not in name]
     suffixes = {Path(name).suffix for name in shipped}
     assert {".py", ".typed"} <= suffixes <= {".py", ".typed", ".html", ".css", ".js", ".json", ".toml", ".yml"}
+    page = {f"kvcache_factory/server/page.{kind}" for kind in ("html", "css", "js")}
+    assert page | {f"kvcache_factory/observe/grafana/{name}" for name in ("dashboard.json", "alerts.yml")} <= set(
+        shipped
+    )
     assert {name.split("/")[0] for name in shipped} == {"kvcache_factory"}
 
 

@@ -35,9 +35,12 @@ _ROUND = 128 << 20
 
 
 class Bed:
-    """An engine's paged cache and a manager that is full of chains of *batch* blocks: the places of one benchmark."""
+    """An engine's paged cache and a manager that is full of chains of *batch* blocks: the places of one benchmark.
 
-    def __init__(self, spec: BlockSpec, blocks: int, *, huge_pages: bool, seed: int = 0) -> None:
+    *options* go to the manager.
+    """
+
+    def __init__(self, spec: BlockSpec, blocks: int, *, huge_pages: bool, seed: int = 0, **options: Any) -> None:
         self.spec = spec
         self.blocks = blocks
         self._rng = np.random.default_rng(seed)
@@ -45,7 +48,7 @@ class Bed:
         self.engine.view[:] = 1
         self.region = PagedRegion.from_tensors(_paged_tensors(self.engine, spec), spec)
         size_gb = (blocks + 2) * (spec.slot_bytes + 4 * spec.block_tokens + 1024) / GIB
-        self.manager = CacheManager(CPUBackend(size_gb=size_gb, huge_pages=huge_pages))
+        self.manager = CacheManager(CPUBackend(size_gb=size_gb, huge_pages=huge_pages), **options)
         self.space = self.manager.register(spec, Identity("bench", spec.dtype.value, spec.block_tokens))
         self.chains: list[KeyChain] = []
 
@@ -170,7 +173,7 @@ def _over(path: str, bed: Bed, op: str, batch: int, calls: int, *, copying: bool
         work = bed.puts(batch, calls) if op == "put" else bed.gets(batch, calls)
 
         def forced() -> None:
-            with force(path), nullcontext() if copying else _without_copying():
+            with force(path), nullcontext() if copying else without_copying():
                 work()
 
         return forced
@@ -179,7 +182,8 @@ def _over(path: str, bed: Bed, op: str, batch: int, calls: int, *, copying: bool
 
 
 @contextmanager
-def _without_copying() -> Iterator[None]:
+def without_copying() -> Iterator[None]:
+    """Let copies do nothing, so that what is around them can be measured."""
     names = vars(move)
     copy_batch = names["copy_batch"]
     names["copy_batch"] = lambda *_: None

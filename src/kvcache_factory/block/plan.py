@@ -87,6 +87,8 @@ class SavePlan(msgspec.Struct, frozen=True):
     first: int
     rows: Rows
     slots: Rows
+    session: str = ""
+    """Session that it is for; empty: none."""
 
 
 class LoadPlan(msgspec.Struct, frozen=True):

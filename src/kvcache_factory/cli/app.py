@@ -12,18 +12,25 @@ from ..errors import KVCacheError
 from .output import debugging
 
 COMMANDS = (
+    "advise",
     "bench",
+    "bypass",
     "calibrate",
     "cluster",
+    "dashboard",
     "demo",
     "doctor",
     "env",
     "inspect",
+    "load",
     "plan",
     "purge",
     "quality",
     "replay",
+    "reset",
     "reuse",
+    "state",
+    "top",
     "verify",
 )
 
@@ -51,13 +58,29 @@ class LazyGroup(click.Group):
         assert isinstance(command, click.Command)
         return command
 
+    def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
+        try:
+            return super().make_context(*args, **kwargs)
+        except click.UsageError as error:
+            raise _in_one_line(error) from error
+
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
+        except click.UsageError as error:
+            raise _in_one_line(error) from error
         except KVCacheError as error:
             if debugging():
                 raise
             raise CleanError(f"{error} [{type(error).__name__}]") from error
+
+
+def _in_one_line(error: click.UsageError) -> click.ClickException:
+    """What was typed wrong and where help is, without the usage in front of it; help that was asked for stays help."""
+    if isinstance(error, click.exceptions.NoArgsIsHelpError):
+        return error
+    command = error.ctx.command_path if error.ctx is not None else "kvcache-factory"
+    return CleanError(f"{error.format_message()} See: {command} --help")
 
 
 @click.group(

@@ -27,6 +27,11 @@ TABLES = {
         "Wall time, headers sealed and every block proven; ratio above 1 is faster.  --connector is needed.",
     ),
     "policy": ("Cost of eviction policies.", "CPU time a block that is asked for, in a full index, and bytes a row."),
+    "sessions": (
+        "Many threads on many sessions against one thread.",
+        "Turns a second of 1 to 32 threads on 200 sessions with quotas: wall time, ratio to one thread in a round.",
+    ),
+    "ledger": ("Cost of counting.", "CPU time of an L1 get with counts, and with durations too, by that without."),
     "timing": (
         "What measuring costs: operations with nothing, operations, and their stages measured.",
         "CPU time of this thread, microseconds a call for a small and a large request.",

@@ -8,30 +8,44 @@ from typing import Any
 
 import click
 
-from .output import emit, json_option, print_rows, shorten
+from .elsewhere import connector_options
+from .output import emit, json_option, print_rows, progress_bar, shorten
 
 SECTIONS = {
     "directory": ("blocks", "used_bytes", "segments", "live_processes", "damaged_records", "unreadable_segments"),
     "identity": ("identity", "model", "namespace", "kv_dtype", "blocks", "bytes", "newest", "oldest"),
     "segment": ("segment", "owner", "owner_pid", "blocks", "slots", "slot_bytes", "bytes", "oldest", "health"),
     "process": ("pid", "owned_bytes", "wants_room"),
+    "remote": ("connector", "identity", "blocks", "there"),
 }
-TITLES = {"identity": "Identities", "segment": "Segments", "process": "Processes that use it now"}
+TITLES = {
+    "identity": "Identities",
+    "segment": "Segments",
+    "process": "Processes that use it now",
+    "remote": "In the store",
+}
 UNITS = ((86400.0, "d"), (3600.0, "h"), (60.0, "min"), (1.0, "s"))
 
 
 @click.command(epilog="Example: kvcache-factory inspect /var/cache/kv --json")
 @click.argument("path", type=click.Path(path_type=Path))
+@connector_options
 @json_option
-def inspect(path: Path, as_json: bool) -> None:
+def inspect(path: Path, connector: str | None, store_namespace: str, as_json: bool) -> None:
     """Show whose blocks the directory PATH holds: models, sizes, ages, owners, health.
 
     Nothing is written and no process is disturbed.  Blocks themselves are not read: kvcache-factory verify does that.
+    With --connector, also how many of these blocks are in its store; a store cannot be asked for what it holds.
     """
+    from ..maintenance.elsewhere import elsewhere, every_block, remote_rows
     from ..maintenance.inspection import inspect_rows
     from ..maintenance.survey import survey
 
-    rows = inspect_rows(survey(path))
+    seen = survey(path)
+    rows = inspect_rows(seen)
+    if connector is not None:
+        with progress_bar("inspect") as progress, elsewhere(connector, store_namespace) as store:
+            rows += remote_rows(store, every_block(seen), "inspect", progress)
     if as_json:
         emit("inspect", rows, as_json=True)
         return

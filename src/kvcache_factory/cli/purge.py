@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from .elsewhere import connector_options
 from .output import emit, json_option, progress_bar, shorten
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ def in_seconds(context: click.Context, option: click.Parameter, value: str | Non
 @click.option("--namespace", metavar="N", help="Blocks of this namespace.")
 @click.option("--all", "everything", is_flag=True, help="Everything, unreadable segments included.")
 @click.option("--yes", is_flag=True, help="Do not ask.")
+@connector_options
 @json_option
 @click.pass_context
 def purge(
@@ -44,19 +46,34 @@ def purge(
     namespace: str | None,
     everything: bool,
     yes: bool,
+    connector: str | None,
+    store_namespace: str,
     as_json: bool,
 ) -> None:
     """Remove blocks from the directory PATH, with whatever was built on them; asks first.
 
     Several conditions together choose what all of them hold for.  What a living process owns stays, and is listed; end
     that process and purge again.  The exit code is 1 when something stayed.
+    With --connector, the copies of these blocks in its store are deleted instead, and PATH stays as it is.
     """
+    from ..maintenance.elsewhere import elsewhere, remote_rows
     from ..maintenance.purging import Wanted, plan_purge
     from ..maintenance.purging import purge as carry_out
     from ..maintenance.survey import survey
 
     wanted = Wanted(model=model, namespace=namespace, older_than_s=older_than, everything=everything)
     plan = plan_purge(survey(path), wanted)
+    if connector is not None:
+        chosen = sum(int(mask.sum()) for _, mask in plan.chosen)
+        click.echo(f"{chosen:,} blocks that {path} names can be deleted in the store of {connector}", err=True)
+        if chosen and not yes:
+            click.confirm(f"Delete them from the store of {connector}?", abort=True, err=True)
+        with progress_bar("purge") as progress, elsewhere(connector, store_namespace) as store:
+            rows = remote_rows(store, plan.chosen, "purge", progress)
+        emit("purge", rows, as_json=as_json, title=f"purge {connector}")
+        if any(row["deleted"] < row["there"] for row in rows):
+            context.exit(1)
+        return
     click.echo(describe(plan), err=True)
     if (plan.blocks(live=False) or plan.litter) and not yes:
         click.confirm(f"Remove them from {path}?", abort=True, err=True)

@@ -11,7 +11,9 @@ Decide here, move there: the indexes decide under their locks and hand out rows;
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +24,7 @@ from ..errors import ClosedError, ConfigError
 from ..memory.ranges import find_ranges
 from .finding import Finding, view_of
 from .flow import Flow, FlowSettings
-from .io import IOPool
+from .io import IOPool, Lane, Ticket
 from .lasting import LastingTier
 from .lease import LeaseBook, Usage
 from .ledger import MANAGER, Event, Ledger
@@ -35,6 +37,15 @@ from .seen import Seen
 from .stages import Stages
 from .table import Keys
 from .tier import Tier
+
+REUSABLE, SERVED = Event.REUSABLE, Event.SERVED  # Python 3.11 takes long to look up a member
+
+
+class Dropped(NamedTuple):
+    """What was dropped, in all tiers together."""
+
+    blocks: int
+    nbytes: int
 
 
 class TierChain:
@@ -125,6 +136,19 @@ class TierChain:
         """Whether tiers are allocated and not closed."""
         return self._spec is not None and not self._closed
 
+    @property
+    def closed(self) -> bool:
+        """Whether it was closed, open before or not."""
+        return self._closed
+
+    def in_background(self, job: Callable[[], object]) -> Ticket | None:
+        """Run *job* in a thread of the pool; None when there is no room for it."""
+        return self.flow.io.submit(Lane.STORE, job)
+
+    def wake_in(self, seconds: float, job: Callable[[], object]) -> None:
+        """Run *job* in a thread of the pool in so many *seconds*, unless an earlier job is to come first."""
+        self.flow.io.wake_at(time.monotonic() + seconds, job)
+
     def _landed(self, tip: int) -> None:
         assert self.remote is not None
         self.flow.stored(self.remote.source_number, tip, 0)
@@ -209,16 +233,19 @@ class TierChain:
             self.remote.forget_chain(view_of(chain, chain.num_blocks), first, np.concatenate(built))
         return dropped
 
-    def drop_unshared(self, keys: Keys, reason: str, wipe: bool = False) -> int:
+    def drop_unshared(self, keys: Keys, reason: str, wipe: bool = False) -> Dropped:
         """Drop the blocks of *keys* ``[n, 2]`` that nothing else is built on, from every tier; copies on their way too.
 
         *wipe*: stores overwrite their bytes, and remote ones delete them.
         """
-        if not self.is_open:
-            return 0
-        if wipe and self.remote is not None:
+        if wipe and self.is_open and self.remote is not None:
             self.remote.forget_keys(keys)
-        return sum(tier.drop_unshared(keys, reason, wipe) for tier in self._tiers_twice())
+        blocks = nbytes = 0
+        for tier in self._tiers_twice() if self.is_open else ():
+            gone = tier.drop_unshared(keys, reason, wipe)
+            blocks += gone
+            nbytes += gone * tier.block_bytes
+        return Dropped(blocks, nbytes)
 
     def _tiers_twice(self) -> list[Tier]:
         """For dropping: a copy that began before the first look ends before the second, or sees its source gone."""
@@ -282,12 +309,12 @@ class TierChain:
         """A request has ended: what there was of its history, and what became of that."""
         if not usage.reusable:
             return
-        count, served = self.ledger.add, min(usage.served, usage.found)
-        count(MANAGER, Event.REUSABLE, usage.reusable)
-        if served:
-            count(MANAGER, Event.SERVED, served)
+        served = min(usage.served, usage.found)
+        self.ledger.add_both(MANAGER, REUSABLE, SERVED, usage.reusable, served)
+        if served == usage.reusable:
+            return
         chosen = min(usage.chosen, usage.found - served)
         rest = {"chosen": chosen, "not_loaded": usage.found - served - chosen, "gone": usage.reusable - usage.found}
         for reason, blocks in rest.items():
             if blocks:
-                count(MANAGER, Event.RECOMPUTED, blocks, reason=reason)
+                self.ledger.add(MANAGER, Event.RECOMPUTED, blocks, reason=reason)

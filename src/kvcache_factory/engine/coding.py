@@ -5,6 +5,8 @@ Reusable wherever images are sealed: what comes out of :meth:`ImageCoder.encode`
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import msgspec
 import numpy as np
 import numpy.typing as npt
@@ -21,11 +23,17 @@ PRIVATE_LAYOUT = "private_layout"
 
 
 class ImageCoder:
-    """Encodes and decodes the payloads of images of one geometry; safe across threads."""
+    """Encodes and decodes the payloads of images of one geometry; safe across threads.
 
-    def __init__(self, coder: PayloadCoder, spec: BlockSpec) -> None:
+    *note* is called with each payload that was encoded.
+    """
+
+    def __init__(
+        self, coder: PayloadCoder, spec: BlockSpec, note: Callable[[Encoded], object] = lambda _: None
+    ) -> None:
         self.coder = coder
         self.spec = spec
+        self._note = note
 
     def encode(self, image: Bytes, depth: int, out: Bytes) -> str:
         """Write the encoded *image*, a sealed one of block number *depth*, to *out*, both ``uint8 [slot_bytes]``.
@@ -63,6 +71,7 @@ class ImageCoder:
             generation=header.generation + coder.lossy,
         )
         pack_header(changed, spec.header_bytes, out.data)
+        self._note(made)
         return ""
 
     def decode(self, image: Bytes) -> str | None:

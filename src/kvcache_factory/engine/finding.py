@@ -18,6 +18,8 @@ from .prefetch import Prefetch
 from .seen import Seen
 from .tier import Tier
 
+ASKED, HIT = Event.ASKED, Event.HIT  # Python 3.11 takes long to look up a member
+
 
 class Finding:
     """The verbs *match* and *prefetch* over the tiers of a chain."""
@@ -61,8 +63,7 @@ class Finding:
                 tier.index.unpin(row)
             raise
         if counted:
-            self.ledger.add(MANAGER, Event.ASKED, limit)
-            self.ledger.add(MANAGER, Event.HIT, covered)
+            self.ledger.add_both(MANAGER, ASKED, HIT, limit, covered)
         if counted and covered < limit:
             self.ledger.add(MANAGER, Event.MISS, limit - covered, reason=reason)
         with self.flow.stages(MANAGER, "match_lease"):
@@ -122,9 +123,9 @@ class Finding:
                 found = tier.index.match(chain, root, limit, worst, hint)
             served = max(len(found.rows) - covered, 0)
             if counted:
-                tier.count(Event.ASKED, limit - covered)
-                tier.count(Event.HIT, served)
-                tier.count(Event.MISS, limit - covered - served, found.reason)
+                self.ledger.add_both(tier.name, ASKED, HIT, limit - covered, served, tier.block_bytes)
+                if covered + served < limit:
+                    tier.count(Event.MISS, limit - covered - served, found.reason)
             reason = found.reason
             if served:
                 chain.found_fidelity = max(chain.found_fidelity, int(tier.index.fidelity[found.rows].max()))

@@ -90,6 +90,7 @@ class IOPool:
         self._lanes: tuple[deque[Ticket], ...] = tuple(deque() for _ in Lane)
         self._changed = threading.Condition()
         self._threads: list[threading.Thread] = []
+        self._alarm: tuple[float, Callable[[], object]] | None = None
         self._running = 0
         self._closed = False
 
@@ -104,6 +105,16 @@ class IOPool:
                 self._start_thread()
             self._changed.notify()
             return ticket
+
+    def wake_at(self, when: float, job: Callable[[], object]) -> None:
+        """Run *job* at the time *when* of ``time.monotonic``; there is one such job, that with the earliest time."""
+        with self._changed:
+            if self._closed or (self._alarm is not None and self._alarm[0] <= when):
+                return
+            self._alarm = when, job
+            if not self._threads:
+                self._start_thread()
+            self._changed.notify_all()
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until nothing is queued or running; False when *timeout* seconds were not enough."""
@@ -150,11 +161,9 @@ class IOPool:
         HERE.depth = 1
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self.pending or self._closed)
-                lane = next((lane for lane in self._lanes if lane), None)
-                if lane is None:
+                ticket = self._next()
+                if ticket is None:
                     return
-                ticket = lane.popleft()
                 self._running += 1
             ticket.run()
             if ticket.error is not None:
@@ -162,3 +171,17 @@ class IOPool:
             with self._changed:
                 self._running -= 1
                 self._changed.notify_all()
+
+    def _next(self) -> Ticket | None:
+        """Wait for the next job; None when the pool is closed and nothing is left to do."""
+        while True:
+            lane = next((lane for lane in self._lanes if lane), None)
+            if lane is not None:
+                return lane.popleft()
+            if self._closed:
+                return None
+            left = self._alarm[0] - time.monotonic() if self._alarm is not None else None
+            if self._alarm is not None and left is not None and left <= 0:
+                (_, job), self._alarm = self._alarm, None
+                return Ticket(job)
+            self._changed.wait(left)

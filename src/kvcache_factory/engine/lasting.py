@@ -6,6 +6,7 @@ Space is the store's to give.  Where a codec makes blocks smaller, that depends 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -52,7 +53,7 @@ class LastingTier(Tier):
         roots: Roots,
     ) -> None:
         super().__init__(name, store, policy, budget_bytes, ledger, clock)
-        store.report_to(lambda reason, times: ledger.add(name, Event.ERROR, times, reason=reason))
+        store.report_to(lambda reason, times: ledger.add(name, Event.STORE_ERROR, times, reason=reason))
         self._roots = roots
         self._refreshed_s = clock()
         self.refreshing = False
@@ -67,7 +68,7 @@ class LastingTier(Tier):
         self.store.open(spec, 0)
         if self.coder is not None:  # after the store: a calibration may lie beside the blocks
             self.coder.open(spec)
-            self.images = ImageCoder(self.coder, spec)
+            self.images = ImageCoder(self.coder, spec, partial(self.count_encoded, self.coder.name))
         if self.codec is not None or self.encodes:
             self._staging = Transit(spec, STAGING_BYTES)
         entries = self.store.scan()
@@ -181,6 +182,7 @@ class LastingTier(Tier):
                 image = target
             if self.codec is not None:
                 self.codec.encode(staging.spec, image, into)
+                self.ledger.add(self.name, Event.ENCODED, 1, staging.spec.payload_bytes, self.codec.name)
         written = 0
         for first, last, size in runs(sizes):
             part = slice(first, last)
@@ -200,7 +202,7 @@ class LastingTier(Tier):
         header = unpack_header(out[: images.spec.header_bytes].data)
         index.fidelity[row] = max(int(index.fidelity[row]), int(header.fidelity))
         index.codings[row] = header.generation
-        self.count(Event.KEPT_RAW if reason else Event.ENCODED, 1, reason or header.codec)
+        self.count(Event.KEPT_RAW, 1 if reason else 0, reason)
         return images.spec.header_bytes + round_up(header.payload_bytes, PAGE)
 
     def _write_run(self, rows: Rows, staging: Transit, staged: Rows, image_bytes: int) -> int:

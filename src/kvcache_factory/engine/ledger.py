@@ -33,6 +33,10 @@ BOUNDS_S = (
 """Upper bounds in seconds of the buckets of a histogram, from 10 µs to 30 s; what takes longer is in one more."""
 
 
+MOST_FRESH = 1024
+"""Durations of one operation that a thread keeps before it puts them into buckets."""
+
+
 class Event(StrEnum):
     """What can happen to blocks."""
 
@@ -60,14 +64,15 @@ class Event(StrEnum):
     DEMOTED = "demoted"
     PROMOTED = "promoted"
     ENCODED = "encoded"
-    """Written by way of a codec, which is the reason; bytes of whole blocks."""
+    """Written by way of a codec, which is the reason; bytes of payload as they are stored."""
     KEPT_RAW = "kept_raw"
     """Blocks that a codec was given and that stay as they are, for the reason that is said."""
     DECIDED = "decided"
     """Loads that were weighed against computing: ``load``, ``recompute``, or ``explore`` against the prediction."""
     LEASE_EXPIRED = "lease_expired"
+    STORE_ERROR = "store_error"
+    """What went wrong in the store of a tier, by its own word for it; what became of the blocks is counted too."""
     ERROR = "error"
-    """A failure: of a verb, or, under a tier's name, of its store."""
 
 
 class Total(NamedTuple):
@@ -87,27 +92,77 @@ class Histogram(NamedTuple):
     """One more than :data:`BOUNDS_S`, not cumulated."""
 
 
+class Durations:
+    """Durations of one operation in one thread: the newest as they are, the others by bucket."""
+
+    __slots__ = ("_sorted", "fresh")
+
+    def __init__(self) -> None:
+        self.fresh: list[float] = []
+        # One object with the list that belongs to it, replaced as a whole: a reader sees all before or all after.
+        self._sorted: tuple[Histogram, list[float]] = (EMPTY, self.fresh)
+
+    def sort_in(self) -> None:
+        """Put the newest durations into their buckets; only the thread that adds them may."""
+        histogram = self.histogram()
+        self.fresh = []
+        self._sorted = (histogram, self.fresh)
+
+    def histogram(self) -> Histogram:
+        """All durations by bucket."""
+        done, fresh = self._sorted
+        seconds = list(fresh)
+        if not seconds:
+            return done
+        buckets = list(done.buckets)
+        for duration in seconds:
+            buckets[bisect_left(BOUNDS_S, duration)] += 1
+        return Histogram(done.calls + len(seconds), done.sum_s + sum(seconds), tuple(buckets))
+
+    def absorb(self, other: Durations) -> None:
+        """Add what *other* holds."""
+        mine, more = self.histogram(), other.histogram()
+        buckets = tuple(a + b for a, b in zip(mine.buckets, more.buckets, strict=True))
+        self.fresh = []
+        self._sorted = (Histogram(mine.calls + more.calls, mine.sum_s + more.sum_s, buckets), self.fresh)
+
+
+EMPTY = Histogram(0, 0.0, (0,) * (len(BOUNDS_S) + 1))
+
+
 class _Shard:
     """Sums of one thread, or of threads that have ended."""
 
-    __slots__ = ("__weakref__", "durations", "seconds", "totals", "worst")
+    __slots__ = ("__weakref__", "durations", "pairs", "seconds", "totals", "worst")
 
     def __init__(self) -> None:
         self.totals: dict[tuple[str, Event, str], list[int]] = {}
-        self.durations: dict[tuple[str, str], list[float]] = {}  # the sum first, then the buckets
+        self.pairs: dict[tuple[str, Event, Event], list[int]] = {}  # times, then blocks and bytes of both
+        self.durations: dict[tuple[str, str], Durations] = {}
         self.seconds: dict[tuple[str, str], list[float]] = {}
         self.worst: dict[tuple[str, str], float] = {}
 
     def absorb(self, other: _Shard) -> None:
         """Add what *other* holds."""
-        ours: tuple[dict[Any, list[Any]], ...] = (self.totals, self.durations, self.seconds)
-        theirs: tuple[dict[Any, list[Any]], ...] = (other.totals, other.durations, other.seconds)
+        ours: tuple[dict[Any, list[Any]], ...] = (self.totals, self.pairs, self.seconds)
+        theirs: tuple[dict[Any, list[Any]], ...] = (other.totals, other.pairs, other.seconds)
         for mine, more in zip(ours, theirs, strict=True):
             for key, amounts in list(more.items()):
                 known = mine.get(key)
                 mine[key] = list(amounts) if known is None else [a + b for a, b in zip(known, amounts, strict=True)]
+        for key, durations in list(other.durations.items()):
+            self.durations.setdefault(key, Durations()).absorb(durations)
         for key, value in list(other.worst.items()):
             self.worst[key] = max(value, self.worst.get(key, value))
+
+    def resolve(self) -> None:
+        """Make pairs what they stand for."""
+        for (tier, first, second), (times, a, a_bytes, b, b_bytes) in self.pairs.items():
+            for event, blocks, nbytes in ((first, a, a_bytes), (second, b, b_bytes)):
+                if blocks:
+                    total = self.totals.setdefault((tier, event, ""), [0, 0, 0])
+                    total[:] = [total[0] + times, total[1] + blocks, total[2] + nbytes]
+        self.pairs.clear()
 
 
 class _Mine(threading.local):
@@ -159,15 +214,30 @@ class Ledger:
         total[1] += blocks
         total[2] += nbytes
 
+    def add_both(self, tier: str, first: Event, second: Event, a: int, b: int, block_bytes: int = 0) -> None:
+        """Count *a* blocks of the *first* event and *b* of the *second*, which happen together and often."""
+        pairs = self._mine.shard.pairs
+        key = (tier, first, second)
+        pair = pairs.get(key)
+        if pair is None:
+            pair = pairs.setdefault(key, [0] * 5)
+        pair[0] += 1
+        pair[1] += a
+        pair[2] += a * block_bytes
+        pair[3] += b
+        pair[4] += b * block_bytes
+
     def observe(self, tier: str, operation: str, seconds: float) -> None:
         """Note that *operation* of *tier* took so many *seconds*."""
         durations = self._mine.shard.durations
         key = (tier, operation)
         spent = durations.get(key)
         if spent is None:
-            spent = durations.setdefault(key, [0.0] * (len(BOUNDS_S) + 2))
-        spent[0] += seconds
-        spent[bisect_left(BOUNDS_S, seconds) + 1] += 1
+            spent = durations.setdefault(key, Durations())
+        fresh = spent.fresh
+        fresh.append(seconds)
+        if len(fresh) > MOST_FRESH:
+            spent.sort_in()
 
     @contextmanager
     def timing(self, tier: str, operation: str) -> Iterator[None]:
@@ -207,6 +277,7 @@ class Ledger:
             together.absorb(self._ended)
             for _, shard in self._shards:
                 together.absorb(shard)
+        together.resolve()
         return together
 
     def total(self, event: Event, tier: str | None = None, reason: str | None = None) -> Total:
@@ -227,10 +298,7 @@ class Ledger:
 
     def histograms(self) -> dict[tuple[str, str], Histogram]:
         """Durations by tier and operation, sorted."""
-        return {
-            key: Histogram(int(sum(buckets)), float(total), tuple(int(n) for n in buckets))
-            for key, (total, *buckets) in sorted(self._all().durations.items())
-        }
+        return {key: spent.histogram() for key, spent in sorted(self._all().durations.items())}
 
     def seconds(self) -> list[dict[str, str | int | float]]:
         """Time by verb: how many calls took how many seconds in all."""

@@ -17,6 +17,8 @@ from .table import Rows
 from .tier import Tier
 from .values import runs
 
+LOADED = Event.LOADED  # Python 3.11 takes long to look up a member
+
 
 class Loading:
     """The verb *load* over the tiers of a chain."""
@@ -58,7 +60,7 @@ class Loading:
                 got = self._load_stored(match, segment, wanted, region, part)
             if self.ledger.timed:
                 self.ledger.observe(tier.name, "load", time.perf_counter() - begun)
-            tier.count(Event.LOADED, got)
+            tier.count(LOADED, got)
             loaded += got
             if got < len(segment.rows):
                 break

@@ -270,7 +270,7 @@ class PackedTier(Tier):
                 with self._room:
                     self._pool.give_chunks(chunks)
             return False
-        self.count(Event.ENCODED, 1, coder.name)
+        self.count_encoded(coder.name, made)
         return True
 
     def _chunks_for(self, made: Encoded) -> int:

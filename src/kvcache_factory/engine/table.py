@@ -176,6 +176,17 @@ class KeyCounts:
         held: Keys = self._column[self._counts > 0]
         return held
 
+    def knows(self, keys: Keys) -> npt.NDArray[np.bool_]:
+        """Which of *keys* ``[n, 2]`` have a holder."""
+        known: npt.NDArray[np.bool_] = self._table.find(keys) >= 0
+        return known
+
+    def only_one(self, keys: Keys) -> npt.NDArray[np.bool_]:
+        """Which of *keys* ``[n, 2]`` have exactly one holder."""
+        rows = self._table.find(keys)
+        one: npt.NDArray[np.bool_] = (rows >= 0) & (self._counts[rows] == 1)
+        return one
+
     def missing(self, keys: Keys) -> Keys:
         """Those of *keys* ``[n, 2]`` that have no holder, each once."""
         absent: Keys = keys[self._table.find(keys) < 0]

@@ -7,12 +7,13 @@ from contextlib import AbstractContextManager
 from enum import StrEnum
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from ..block.envelope import checksum
 from ..block.spec import BlockSpec
-from ..codec.base import ImageCodec, PayloadCoder
+from ..codec.base import Encoded, ImageCodec, PayloadCoder
 from ..errors import CapacityError
 from ..policy.base import NO_HINT, EvictionPolicy, RequestHint
 from ..store.base import SlotMemory, Store
@@ -83,6 +84,8 @@ class Tier:
         self.rule = CompressionRule()
         """Which blocks it is for."""
         self.spec: BlockSpec | None = None
+        self.gate: Callable[[Tier, Keys], AbstractContextManager[int]] | None = None
+        """Says how many leading blocks of a chain may come in, for as long as the context is open; None: all."""
         self._index: Index | None = None
         self.block_bytes = 0
 
@@ -167,7 +170,15 @@ class Tier:
         hint: RequestHint = NO_HINT,
     ) -> Reservation:
         """See :meth:`Index.reserve`; also has the space for what it returns."""
-        return self.index.reserve(chain, root, first, count, fidelity, layout, hint)
+        if self.gate is None:
+            return self.index.reserve(chain, root, first, count, fidelity, layout, hint)
+        keys = chain.keys[first : first + count]
+        with self.gate(self, keys) as fitting:
+            taken = self.index.reserve(chain, root, first, fitting, fidelity, layout, hint)
+        shut_out = int((~self.index.knows(keys[fitting:])).sum())
+        if not shut_out:
+            return taken
+        return msgspec.structs.replace(taken, wanted=taken.wanted + shut_out, reason=taken.reason or "quota")
 
     def evict(self, count: int) -> Keys:
         """See :meth:`Index.evict`."""
@@ -184,6 +195,12 @@ class Tier:
         """See :meth:`Index.drop_unshared`; counted.  Blocks that are being filled are not committed any more."""
         gone = self.index.drop_unshared_keys(keys, wipe)
         self.settle()
+        self.count(Event.DROPPED, gone, reason)
+        return gone
+
+    def let_leave(self, keys: Keys, reason: str) -> int:
+        """As :meth:`drop_unshared`, but :meth:`settle` is left to the caller, who may hold a lock."""
+        gone = self.index.drop_unshared_keys(keys)
         self.count(Event.DROPPED, gone, reason)
         return gone
 
@@ -236,6 +253,11 @@ class Tier:
         """Count *blocks* in the ledger under this tier; nothing when there are none."""
         if blocks:
             self.ledger.add(self.name, event, blocks, blocks * self.block_bytes, reason)
+
+    def count_encoded(self, codec: str, made: Encoded) -> None:
+        """Count a block that *codec* made smaller, by the bytes that it takes now, and keep its largest error."""
+        self.ledger.add(self.name, Event.ENCODED, 1, len(made.data), codec)
+        self.ledger.note_worst(self.name, f"codec_error_{codec}", made.max_rel_error)
 
     def count_evicted(self, keys: Keys, below: Tier | None, outside: Keys | None = None) -> None:
         """Count evicted blocks, telling those that are in the tier *below* or *outside* from those that are lost."""

@@ -14,6 +14,7 @@ until :meth:`Tree.recycle`.
 
 from __future__ import annotations
 
+import _thread
 import itertools
 import threading
 import time
@@ -52,24 +53,22 @@ def _unlink_run(parent: Any, children: Any, pins: Any, state: Any, stamps: Any, 
         row = above
 
 
-class WaitingLock:
-    """A reentrant lock that tells how long a thread had to wait for it, when it had to."""
+class WaitingLock(_thread.RLock):  # type: ignore[misc]  # final in the stubs only
+    """A reentrant lock that tells how long a thread had to wait for it, when it had to.
 
-    __slots__ = ("_acquire", "_lock", "_on_wait", "_release")
+    It is taken several times in each request, so it is the interpreter's own lock with one method before it.
+    """
 
     def __init__(self, on_wait: Callable[[float], None]) -> None:
-        self._lock = threading.RLock()
-        self._acquire, self._release = self._lock.acquire, self._lock.release
         self._on_wait = on_wait
 
-    def __enter__(self) -> None:
-        if not self._acquire(False):
-            begun = time.perf_counter()
-            self._acquire()
-            self._on_wait(time.perf_counter() - begun)
-
-    def __exit__(self, *_: object) -> None:
-        self._release()
+    def __enter__(self, _acquire: Callable[..., bool] = _thread.RLock.acquire) -> bool:  # type: ignore[override]
+        if _acquire(self, False):
+            return True
+        begun = time.perf_counter()
+        _acquire(self)
+        self._on_wait(time.perf_counter() - begun)
+        return True
 
 
 class Unlinker:
@@ -133,7 +132,7 @@ class Tree:
         self.number = next(_NUMBERS)
         self.policy = policy
         self._clock = clock
-        self._lock: threading.RLock | WaitingLock = threading.RLock()
+        self._lock = threading.RLock()
         self.keys = np.zeros((rows, 2), np.uint64)
         self.tokens = np.zeros((rows, block_tokens), np.uint32)
         self.extras = np.zeros((rows, 2), np.uint64)

@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from ..observe.log import LimitedLog
+
 log = logging.getLogger("kvcache_factory.integration")
 
 QUIET_REQUESTS = 32
@@ -22,27 +24,11 @@ QUIET_REQUESTS = 32
 LOG_INTERVAL_S = 60.0
 
 
-class RateLimitedLog:
-    """One line a minute for each subject; the next line says how many were left out."""
+class RateLimitedLog(LimitedLog):
+    """What adapters log: one line a minute for each subject; the next line says how many were left out."""
 
     def __init__(self, interval_s: float = LOG_INTERVAL_S, clock: Callable[[], float] = time.monotonic) -> None:
-        self._interval_s = interval_s
-        self._clock = clock
-        self._last: dict[str, float] = {}
-        self._left_out: Counter[str] = Counter()
-        self._lock = threading.Lock()
-
-    def warning(self, subject: str, text: str, *, exc_info: bool = False) -> None:
-        """Log *text* as a warning unless a line about *subject* was logged a moment ago."""
-        with self._lock:
-            now = self._clock()
-            if now - self._last.get(subject, -self._interval_s) < self._interval_s:
-                self._left_out[subject] += 1
-                return
-            self._last[subject] = now
-            left_out = self._left_out.pop(subject, 0)
-        more = f" ({left_out} more like this were not logged)" if left_out else ""
-        log.warning("%s%s", text, more, exc_info=exc_info)
+        super().__init__(every_s=interval_s, clock=clock, logger=log)
 
 
 class CacheAdapter:

@@ -35,18 +35,27 @@ class LimitedLog:
     Parameters
     ----------
     manager:
-        Name of the manager, a field of every record.
+        Name of the manager, a field of every record; empty where it is not known.
+    logger:
+        Where records go.
     """
 
-    def __init__(self, manager: str, every_s: float = EVERY_S, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        manager: str = "",
+        every_s: float = EVERY_S,
+        clock: Callable[[], float] = time.monotonic,
+        logger: logging.Logger = log,
+    ) -> None:
         self._manager = manager
         self._every_s = every_s
         self._clock = clock
+        self._logger = logger
         self._last: dict[str, float] = {}
         self._left_out: Counter[str] = Counter()
         self._lock = threading.RLock()  # a destructor may fail inside
 
-    def warning(self, subject: str, text: str, **fields: Any) -> None:
+    def warning(self, subject: str, text: str, *, exc_info: bool = False, **fields: Any) -> None:
         """Log *text* unless a line about *subject* was logged a moment ago; *fields* become attributes."""
         with self._lock:
             now = self._clock()
@@ -59,13 +68,14 @@ class LimitedLog:
             left_out = self._left_out.pop(subject, 0)
         _recent.append((self._manager, time.time(), text))
         more = f" ({left_out} more like this were not logged)" if left_out else ""
-        self._write(logging.WARNING, subject, text + more, {**fields, "left_out": left_out})
+        self._write(logging.WARNING, subject, text + more, {**fields, "left_out": left_out}, exc_info)
 
     def info(self, subject: str, text: str, **fields: Any) -> None:
         """Log *text*, which is not rare enough to be a warning and not frequent enough to be left out."""
-        if log.isEnabledFor(logging.INFO):
+        if self._logger.isEnabledFor(logging.INFO):
             self._write(logging.INFO, subject, text, fields)
 
-    def _write(self, level: int, subject: str, text: str, fields: dict[str, Any]) -> None:
+    def _write(self, level: int, subject: str, text: str, fields: dict[str, Any], exc_info: bool = False) -> None:
         named = {f"kv_{name}": value for name, value in {"manager": self._manager, "event": subject, **fields}.items()}
-        log.log(level, "manager %r: %s", self._manager, text, extra=named)
+        whose = f"manager {self._manager!r}: " if self._manager else ""
+        self._logger.log(level, "%s%s", whose, text, exc_info=exc_info, extra=named)

@@ -138,17 +138,19 @@ def _add(family: Any, manager: str, series: Series) -> None:
 
 
 def _bounded(all_series: Iterable[Series]) -> Iterator[Series]:
-    """Series with at most so many values of a free label; what is too much is added up."""
+    """Each series once, and at most so many values of a free label; what is too much is added up."""
+    sums: dict[tuple[str, tuple[str, ...]], float] = {}
     counts: dict[str, int] = {}
-    rest: dict[tuple[str, tuple[str, ...]], float] = {}
     for series in all_series:
-        counts[series.name] = counts.get(series.name, 0) + 1
-        names = CATALOG[PREFIX + series.name].labels
-        free = [name in FREE_LABELS for name in names]
-        if counts[series.name] <= MOST_SERIES or not any(free) or series.buckets is not None:
+        if series.buckets is not None:
             yield series
             continue
-        labels = tuple("other" if f else value for f, value in zip(free, series.labels, strict=True))
-        rest[series.name, labels] = rest.get((series.name, labels), 0.0) + series.value
-    for (name, labels), value in rest.items():
+        name, labels = series.name, series.labels
+        if (name, labels) not in sums:
+            counts[name] = counts.get(name, 0) + 1
+            if counts[name] > MOST_SERIES:
+                names = CATALOG[PREFIX + name].labels
+                labels = tuple("other" if n in FREE_LABELS else v for n, v in zip(names, labels, strict=True))
+        sums[name, labels] = sums.get((name, labels), 0.0) + series.value
+    for (name, labels), value in sums.items():
         yield Series(name, labels, value)

@@ -105,10 +105,15 @@ def _serve_metrics(host: str, number: int, managers: Callable[[], dict[str, Any]
 
     server, thread = start_http_server(number, host, registry_of_all(managers))
 
-    def stop() -> None:
+    def end() -> None:
         server.shutdown()
         server.server_close()
-        if thread is not threading.current_thread():
-            thread.join()
+
+    def stop() -> None:
+        if thread is threading.current_thread():  # a manager was collected here: the loop cannot wait for itself
+            threading.Thread(target=end, daemon=True).start()
+            return
+        end()
+        thread.join()
 
     return Serving((host, server.server_port), stop)

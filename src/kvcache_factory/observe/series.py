@@ -106,7 +106,7 @@ def _event(row: Mapping[str, Any], block_tokens: int, policies: Mapping[str, str
         yield Series("evicted_blocks_total", (tier, policies.get(tier, ""), reason), blocks)
     elif event in ("demoted", "promoted"):
         yield Series("moved_blocks_total", (tier, event), blocks)
-    elif event == "error" and tier != ALL:
+    elif event == "store_error" or (event == "error" and tier != ALL):
         yield Series("store_errors_total", (tier, reason), blocks)
     elif event == "error":
         yield Series("errors_total", (reason,), row["times"])
@@ -127,7 +127,8 @@ def _blocks(state: Mapping[str, Any], tier: str, event: str) -> int:
 def _ratios(state: Mapping[str, Any]) -> Iterator[Series]:
     if state["hit_rate"] is not None:
         yield Series("hit_ratio", (), state["hit_rate"])
-    for name in (MANAGER, *(tier["tier"] for tier in state["tiers"])):
+    remote = state.get("remote")
+    for name in (MANAGER, *(tier["tier"] for tier in state["tiers"]), *([remote["tier"]] if remote else ())):
         hit, miss = _blocks(state, name, "hit"), _blocks(state, name, "miss")
         label = ALL if name == MANAGER else name
         for result, blocks in (("hit", hit), ("miss", miss)):
@@ -171,8 +172,19 @@ def _manager(state: Mapping[str, Any]) -> Iterator[Series]:
     yield Series("session_mean_bytes", (), mean)
     yield Series("io_running_jobs", (), state["io"]["running"])
     yield Series("abandoned_read_blocks", (), state["io"]["abandoned_reads"])
+    remote = state.get("remote")
+    if remote:
+        for breaker, is_open in breakers_of(remote).items():
+            yield Series("breaker_open", (remote["tier"], breaker), is_open)
+        yield Series("remote_running_operations", (remote["tier"],), remote.get("operations_in_flight", 0))
+        yield Series("io_queued_jobs", ("remote",), remote["waiting_jobs"])
     for lane in ("load", "store"):
         yield Series("io_queued_jobs", (lane,), state["io"][f"{lane}_queue"])
+
+
+def breakers_of(remote: Mapping[str, Any]) -> dict[str, bool]:
+    """By kind of work, whether a remote level is not asked for the moment."""
+    return {"calls": remote.get("breaker") == "open", "abandoned": bool(remote.get("out_of_service"))}
 
 
 def _duration(row: Mapping[str, Any], bounds_s: list[float]) -> Series:

@@ -8,18 +8,16 @@ from ..config import ManagerConfig
 from ..engine.chain import TierChain
 from ..engine.io import Lane
 from ..engine.ledger import BOUNDS_S, MANAGER, Event, Ledger
-from ..session import SessionBook
+from ..session import Keeper
 from .log import recent_warnings
 
 
-def state_of(config: ManagerConfig, chain: TierChain, ledger: Ledger, sessions: SessionBook) -> dict[str, Any]:
+def state_of(config: ManagerConfig, chain: TierChain, ledger: Ledger, sessions: Keeper) -> dict[str, Any]:
     """See :meth:`CacheManager.state`."""
     asked, hit, reusable, served = (
         ledger.total(event, MANAGER).blocks for event in (Event.ASKED, Event.HIT, Event.REUSABLE, Event.SERVED)
     )
     tokens = chain.block_tokens
-    rows = sessions.rows()
-    block_bytes = chain.tiers[0].block_bytes
     return {
         "name": config.name,
         "open": chain.is_open,
@@ -28,7 +26,8 @@ def state_of(config: ManagerConfig, chain: TierChain, ledger: Ledger, sessions: 
         "tiers": [_tier(chain, number) for number in range(len(chain.tiers))],
         "remote": chain.remote.state() if chain.remote is not None else None,
         "leases": len(chain.leases),
-        "sessions": [{**row, "bytes": row["blocks"] * block_bytes} for row in rows],
+        "sessions": [session.stats() for session in sessions.book],
+        "session_groups": sessions.groups(),
         "hit_rate_blocks": hit / asked if asked else 0.0,
         "hit_rate": served / reusable if reusable else None,
         "reusable_tokens": reusable * tokens,

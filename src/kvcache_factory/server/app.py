@@ -110,7 +110,7 @@ class _Look:
     def _describe(self, limit: int | None) -> dict[str, Any]:
         rows = []
         for label, state in self._states().items():
-            sessions = sorted(state["sessions"], key=lambda row: row["idle_s"])
+            sessions = sorted(_sessions(state), key=lambda row: row["idle_s"])
             shown = sessions if limit is None else sessions[:limit]
             rows.append(
                 {
@@ -141,6 +141,14 @@ class _Plain:
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         await self._app(scope, receive, send)
+
+
+def _sessions(state: dict[str, Any]) -> list[dict[str, Any]]:
+    """Sessions of a manager; where an engine's process has them, too, what they hold there."""
+    rows = {row["session"]: row for row in state["sessions"]}
+    for engine in state.get("engines", ()):
+        rows.update({row["session"]: row for row in (engine or {}).get("sessions", ())})
+    return list(rows.values())
 
 
 def _json(data: Any, status: int = 200) -> Response:

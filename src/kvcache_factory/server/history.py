@@ -56,7 +56,7 @@ class History:
             self._last.pop(label, None)
         for label, manager in managers.items():
             now, counts = time.time(), counts_of(manager.state())
-            then, before = self._last.get(label, (now - self._every_s, counts))
+            then, before = self._last.get(label, (now - self._every_s, Counts()))
             self._last[label] = now, counts
             self._samples.setdefault(label, deque(maxlen=KEPT)).append(_sample(now, now - then, before, counts))
 

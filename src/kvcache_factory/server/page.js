@@ -97,6 +97,18 @@ function tierRow(tier) {
   return row;
 }
 
+function remoteRow(remote) {
+  const row = make("div", undefined, "tier");
+  const head = make("div", undefined, "head");
+  head.append(make("strong", remote.tier), make("span", remote.waiting_jobs + " jobs wait"));
+  const tags = make("div", undefined, "row");
+  const open = remote.breaker === "open" || remote.out_of_service;
+  tags.append(make("span", String(remote.connector), "badge"));
+  tags.append(make("span", open ? "calls: broken off" : "calls: work", open ? "badge bad" : "badge good"));
+  row.append(head, tags);
+  return row;
+}
+
 function sessionRow(session) {
   const row = make("tr");
   row.dataset.session = session.session;
@@ -141,6 +153,7 @@ function show(manager) {
   byId("bypassed").hidden = !manager.bypassed;
   showCharts(manager.history);
   byId("tiers").replaceChildren(...parts.flatMap((part) => part.tiers).map(tierRow));
+  byId("tiers").append(...parts.filter((part) => part.remote).map((part) => remoteRow(part.remote)));
   document.querySelector("#sessions tbody").replaceChildren(...manager.sessions.map(sessionRow));
   const more = manager.num_sessions > manager.sessions.length;
   byId("shown").textContent = more ? "the " + manager.sessions.length + " used last of " + manager.num_sessions : "";

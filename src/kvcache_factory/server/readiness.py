@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..memory.transfer import chosen_path
+from ..observe.series import breakers_of
 
 
 def readiness(states: dict[str, dict[str, Any]]) -> dict[str, Any]:
@@ -26,6 +27,10 @@ def _manager(state: dict[str, Any]) -> dict[str, Any]:
         for tier in part["tiers"]:
             problems += _problems(tier)
             tiers.append({"tier": tier["tier"], "prefaulted": tier["prefaulted"]})
+        remote = part.get("remote")
+        if remote and any(breakers_of(remote).values()):
+            # Generation goes on without it, so it holds nothing up.
+            tiers.append({"tier": remote["tier"], "prefaulted": 1.0, "note": "is not asked for the moment"})
     return {"ready": not problems, "problems": problems, "tiers": tiers, "copies": chosen_path()}
 
 

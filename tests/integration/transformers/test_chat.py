@@ -227,3 +227,51 @@ def test_chat_says_what_it_needs(attach: Callable[..., Any], model: LlamaForCaus
     adapter.tokenizer = object()
     with pytest.raises(ConfigError, match="at least one message"):
         adapter.chat("s", [])
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [{"content": "Hi"}],
+        [{"role": "user"}],
+        [{"role": 7, "content": "Hi"}],
+        ["Hi"],
+        "Hi",
+        {"role": "user", "content": "Hi"},
+        7,
+        [{"role": "user", "content": "Hi"}, None],
+    ],
+)
+def test_messages_that_are_none_are_typed_errors(
+    adapter: TransformersCacheAdapter, manager: CacheManager, messages: Any
+) -> None:
+    """What the template engine would make of them is nobody's business."""
+    manager.create_session("s")
+    with pytest.raises(ConfigError, match="chat"):
+        adapter.chat("s", messages)
+
+
+def test_what_a_template_refuses_is_a_typed_error(
+    adapter: TransformersCacheAdapter, manager: CacheManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Roles that must alternate, for one: the template says so, and the error says which roles came."""
+    manager.create_session("s")
+    monkeypatch.setattr(adapter.tokenizer, "chat_template", "{{ raise_exception('roles must alternate') }}")
+    with pytest.raises(ConfigError, match=r"roles: user, user\).*roles must alternate"):
+        adapter.chat("s", [user("Hi"), user("Hi")])
+
+
+def test_a_fork_goes_on_by_itself(adapter: TransformersCacheAdapter, manager: CacheManager) -> None:
+    """Both find the common beginning, and neither has the other's turns."""
+    manager.create_session("main")
+    question = user("Tell me about the sea, and at some length.")
+    first = adapter.chat("main", [question], **OPTIONS)
+    manager.fork_session("main", "try")
+    said = [question, assistant(first.text)]
+    replies = [
+        adapter.chat(name, [*said, user(text)], **OPTIONS) for name, text in (("main", "More."), ("try", "Stop."))
+    ]
+    assert all(reply.reused_tokens >= len(first.token_ids) for reply in replies)
+    talks = [manager.session(name).data["transformers"] for name in ("main", "try")]
+    assert talks[0].ids != talks[1].ids
+    assert [len(talk.turns) for talk in talks] == [2, 2]

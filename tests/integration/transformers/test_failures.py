@@ -80,7 +80,8 @@ def test_a_closed_manager_serves_nothing(model: LlamaForCausalLM) -> None:
     model.generate(prompt(64), max_new_tokens=8, do_sample=False)
     manager.close()
     assert torch.equal(model.generate(prompt(64), max_new_tokens=8, do_sample=False), plain)
-    assert adapter.status()["hits"] == 0
+    status = adapter.status()
+    assert (status["hits"], status["bypassed"], status["errors"]) == (0, {"the manager is closed": 1}, 0)
     adapter.detach()
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from kvcache_factory.engine.ledger import Ledger
 from kvcache_factory.integration.vllm.decision import EXPLORE_EVERY, LoadDecision
 
 
-def decision(mode: str = "auto", **options: float) -> LoadDecision:
+def decision(mode: str = "auto", **options: Any) -> LoadDecision:
     return LoadDecision(mode, 100_000, **options)  # type: ignore[arg-type]
 
 
@@ -57,3 +60,19 @@ def test_steps_of_a_few_tokens_say_nothing_about_prefill() -> None:
     assert chooses.prefill.value == 3_000
     chooses.computed(1_000, 1.0)
     assert chooses.prefill.value < 3_000
+
+
+def test_decisions_and_outcomes_are_counted_beside_what_was_predicted() -> None:
+    """A ledger hears what was chosen, and what loads and prefills took beside what was believed before."""
+    ledger = Ledger()
+    chooses = decision(read_bytes_per_s=0.5e9, prefill_tokens_per_s=3_000, book=ledger)
+    assert chooses.worth_it(1_000)
+    chooses.begun(1_000)
+    assert [chooses.worth_it(1_000) for _ in range(EXPLORE_EVERY)].count(True) == 1
+    chooses.ended(1_000, 1_000, 0.25)
+    chooses.computed(1_500, 1.0)
+    choices = {row["reason"]: row["times"] for row in ledger.rows() if row["event"] == "decided"}
+    assert choices == {"load": 1, "recompute": EXPLORE_EVERY - 1, "explore": 1}
+    load, recompute = ledger.comparisons()
+    assert (load["kind"], load["predicted_s"], load["actual_s"]) == ("load", 0.2, 0.25)
+    assert (recompute["kind"], recompute["predicted_s"], recompute["actual_s"]) == ("recompute", 0.5, 1.0)

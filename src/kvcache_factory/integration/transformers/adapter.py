@@ -150,11 +150,12 @@ class TransformersCacheAdapter(CacheAdapter):
         ``reuse_hint`` says whether the session will be back (by default what the session says, else "returns").  After
         :meth:`detach` the conversation goes on without the cache.
 
-        Raises ConfigError without a tokenizer or with no messages, and UnknownSessionError.
+        Raises ConfigError without a tokenizer, with no messages, or with messages that the template cannot write, and
+        UnknownSessionError.
         """
         if self.tokenizer is None:
             raise ConfigError("chat needs the tokenizer: attach(model, manager, tokenizer=tokenizer)")
-        if not messages:
+        if not isinstance(messages, Sequence) or not messages:
             raise ConfigError("chat needs at least one message, such as {'role': 'user', 'content': 'Hello'}")
         template, said = options.pop("template", {}), options.pop("reuse_hint", None)
         with self.manager.use_session(session if isinstance(session, str) else session.id) as current:
@@ -246,6 +247,8 @@ class TransformersCacheAdapter(CacheAdapter):
         with self._guard("looking up"):
             try:
                 call = read_call(self.model, args, kwargs)
+                if self._space.closed:
+                    raise NotServed(Bypass.CLOSED)
                 self._stay_current()
                 request = self._request(call, options)
                 request.open()

@@ -35,6 +35,7 @@ class Bypass(StrEnum):
     DROPOUT = "dropout"
     AUTOCAST = "autocast"
     UNREADABLE = "arguments that generate would not take"
+    CLOSED = "the manager is closed"
     LAYOUT = "the model can no longer be cached"
     MODULES = "attention modules of a kind that cannot be observed"
     PADDED = "padding, which what was asked for cannot take"

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...block.key import KeyChain
+from ...errors import ConfigError
 
 Message = Mapping[str, Any]
 
@@ -57,15 +58,18 @@ class Conversation:
     lock: threading.Lock = field(default_factory=threading.Lock)
     """Held for a whole turn: one answer at a time."""
 
+    def fork(self) -> Conversation:
+        """The same conversation so far, which goes on by itself."""
+        with self.lock:
+            return Conversation(self.template, list(self.ids), list(self.turns))
+
     def prompt(self, tokenizer: Any, messages: Sequence[Message], **template: Any) -> tuple[str, list[int]]:
         """Text and ids of the prompt for *messages*, with the ids of earlier turns wherever they still hold.
 
         A conversation that goes on adds to them, one whose last messages were edited goes on from the last turn that
         stands, the same messages again give the same prompt, and anything else starts over.
         """
-        text = str(
-            tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True, **template)
-        )
+        text = _render(tokenizer, messages, template)
         stated = [_canonical(message) for message in messages]
         if self.template != _canonical(template):
             self.ids, self.turns, self.template = [], [], _canonical(template)
@@ -96,6 +100,28 @@ class Conversation:
         if added and turn.answer_end > turn.prompt_end and before[-1] == added[0] and _is_special(tokenizer, added[0]):
             added = added[1:]
         return before + added
+
+
+def _render(tokenizer: Any, messages: Sequence[Message], template: Mapping[str, Any]) -> str:
+    """The prompt as the model's template writes it; ConfigError where it cannot."""
+    for number, message in enumerate(messages):
+        if (
+            not isinstance(message, Mapping)
+            or not isinstance(message.get("role"), str)
+            or not ("content" in message or "tool_calls" in message)
+        ):
+            raise ConfigError(
+                f"chat: message {number} is {message!r:.80}; give a dict with 'role' (a string) and 'content', such as "
+                "{'role': 'user', 'content': 'Hello'}"
+            )
+    try:
+        written = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True, **template)
+    except Exception as error:
+        roles = ", ".join(str(message["role"]) for message in messages)
+        raise ConfigError(
+            f"chat: the model's template refuses these messages (roles: {roles}): {type(error).__name__}: {error}"
+        ) from error
+    return str(written)
 
 
 def _behind(turn: Turn, messages: Sequence[Message], stated: Sequence[str], text: str) -> str | None:

@@ -18,6 +18,10 @@ class Talk:
     ids: list[int] = field(default_factory=list)
     text: str = ""
 
+    def fork(self) -> Talk:
+        """The same conversation so far, which goes on by itself."""
+        return Talk(list(self.ids), self.text)
+
     def record(self, ids: Sequence[int], text: str) -> None:
         """Remember the whole conversation after an answer."""
         self.ids, self.text = list(ids), text

@@ -42,9 +42,8 @@ class Owner:
         """
         if not self._owned:
             return 0
-        if session_id not in self._sessions:
-            with contextlib.suppress(SessionError):
-                self.manager.create_session(session_id)
+        if not self.manager.has_session(session_id):
+            self.create(session_id, {})
         self._sessions[session_id] = None
         self._sessions.move_to_end(session_id)
         let_go = 0
@@ -52,6 +51,20 @@ class Owner:
             oldest, _ = self._sessions.popitem(last=False)
             let_go += self.manager.dismiss_session(oldest)
         return let_go
+
+    def create(self, session_id: str, options: dict[str, Any]) -> bool:
+        """A session that the process which attached has made, under the same rules; False when it is here already."""
+        with contextlib.suppress(SessionError):
+            self.manager.create_session(session_id, **options)
+            return True
+        return False
+
+    def fork(self, source_id: str, session_id: str, options: dict[str, Any] | None) -> bool:
+        """A fork that the process which attached has made; False when it is here already."""
+        with contextlib.suppress(SessionError):
+            self.manager.fork_session(source_id, session_id, **(options or {}))
+            return True
+        return False
 
     def forget(self, session_id: str, purge: bool = False) -> bool:
         """End a session that :meth:`know` made."""

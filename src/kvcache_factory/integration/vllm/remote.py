@@ -35,8 +35,32 @@ def handlers(connector: KVCacheFactoryConnector, settings: Settings) -> dict[str
     def destroy_session(session_id: str, purge: bool) -> bool:
         return connector.scheduler.owner.forget(session_id, purge)
 
+    def create_session(session_id: str, options: dict[str, Any]) -> bool:
+        return connector.scheduler.owner.create(session_id, options)
+
+    def fork_session(source_id: str, session_id: str, options: dict[str, Any] | None) -> bool:
+        connector.scheduler.owner.know(source_id)
+        return connector.scheduler.owner.fork(source_id, session_id, options)
+
+    def pin_session(session_id: str, pinned: bool) -> None:
+        connector.scheduler.owner.know(session_id)
+        connector.scheduler.owner.manager.pin_session(session_id, pinned)
+
+    def session_stats(session_id: str) -> dict[str, Any] | None:
+        manager = connector.scheduler.owner.manager
+        return manager.session(session_id).stats() if manager.has_session(session_id) else None
+
+    def session_idle_s(session_id: str) -> float | None:
+        manager = connector.scheduler.owner.manager
+        return manager.session(session_id).idle_s if manager.has_session(session_id) else None
+
     return {
         "attach": attach,
+        "create_session": create_session,
+        "fork_session": fork_session,
+        "pin_session": pin_session,
+        "session_stats": session_stats,
+        "session_idle_s": session_idle_s,
         "clear_session": clear_session,
         "destroy_session": destroy_session,
         "state": lambda: connector.scheduler.owner.manager.state(),

@@ -1,0 +1,1 @@
+"""Load: simulated users against a real adapter, and what drifts meanwhile."""
