@@ -59,6 +59,7 @@ class Calibration(msgspec.Struct, frozen=True):
         geometry: layers, heads and head_dim that it was made for.
         model: name of the model, for people.
         fingerprint: of configuration and weights, as identities have it; empty where it is not known.
+        aliases: fingerprints that the same weights have in other dtypes, where no files vouch for them.
         turns: radians a position by which each pair of channels of a key is rotated, ``float64 [head_dim / 2]``.
         units: typical size of an element of keys (rotation undone) and of values.
         keys, values: the groups.
@@ -70,6 +71,7 @@ class Calibration(msgspec.Struct, frozen=True):
     geometry: tuple[int, int, int]
     model: str
     fingerprint: str
+    aliases: tuple[str, ...]
     turns: npt.NDArray[np.float64]
     units: tuple[float, float]
     keys: list[Part]
@@ -88,12 +90,18 @@ class Calibration(msgspec.Struct, frozen=True):
 
     def check_model(self, fingerprint: str, where: str) -> None:
         """Raises ConfigError where the table was made for a model of another *fingerprint*."""
-        if self.fingerprint and self.fingerprint != fingerprint:
+        if not self.is_for(fingerprint):
             raise ConfigError(
                 f"the calibration {where} was made for another model, {self.model} ({self.fingerprint}), than this one "
-                f"({fingerprint}); make one for it with: kvcache-factory calibrate (--model-id, if it is "
-                "registered by a name)"
+                f"({fingerprint}); make one for it with: kvcache-factory calibrate --model DIR.  If both are the same "
+                "model, and only quantised or renamed, name it: calibrate --model DIR --model-id NAME, and give the "
+                "engine's adapter model_id=NAME"
             )
+
+    def is_for(self, fingerprint: str) -> bool:
+        """Whether the model of *fingerprint* may use it; an engine that quantises on loading adds ``+how`` to it."""
+        known = (self.fingerprint, *self.aliases)
+        return not self.fingerprint or fingerprint in known or fingerprint.partition("+")[0] in known
 
 
 def tables_directory() -> Path:
@@ -124,12 +132,17 @@ def group_layers(num_layers: int, width: int) -> list[slice]:
 
 
 def fit(
-    windows: Sequence[Floats], turns: npt.NDArray[np.float64], model: str, path: Path, fingerprint: str = ""
+    windows: Sequence[Floats],
+    turns: npt.NDArray[np.float64],
+    model: str,
+    path: Path,
+    fingerprint: str = "",
+    aliases: Sequence[str] = (),
 ) -> Path:
     """Measure *windows*, each ``float32 [layers, 2, heads, tokens, head_dim]`` from position 0 on, and write the table.
 
     The first four tokens of a window, which nothing else looks like, are left out.  *path* is the directory; returns
-    the file.  With a *fingerprint*, no other model may use it.
+    the file.  With a *fingerprint*, no model of another one, but for the *aliases*, may use it.
     """
     cleaned = []
     for window in windows:
@@ -156,6 +169,7 @@ def fit(
     head = {"version": 1, "model": model, "geometry": [layers, heads, dim], "units": units}
     if fingerprint:
         head["fingerprint"] = fingerprint
+        head["aliases"] = sorted(set(aliases) - {fingerprint})
     return _write(head, arrays, path)
 
 
@@ -286,6 +300,7 @@ def _assemble(digest: bytes, head: dict[str, Any], arrays: dict[str, Any]) -> Ca
         geometry=(layers, heads, dim),
         model=str(head["model"]),
         fingerprint=str(head.get("fingerprint", "")),
+        aliases=tuple(str(alias) for alias in head.get("aliases", ())),
         turns=arrays["turns"],
         units=(float(unit_k), float(unit_v)),
         keys=parts("keys"),

@@ -18,8 +18,11 @@ class CompressionPolicy(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     """Encodes blocks by *method* once enough tokens follow them.
 
     In memory, a block is encoded where it is, in the background, and takes as much less room as its codec saves; for a
-    disk or a remote level it is encoded on its way there.  What a lossy method has touched is served to this manager's
-    own requests, and marked for everybody else.
+    disk or a remote level it is encoded on its way there.
+
+    A lossy method makes the manager one that takes lossy blocks: its requests get within the codec's bound what was
+    stored.  All that such a block touches is marked, and a manager without a lossy codec in its own configuration,
+    which asks for exact blocks, misses it on a shared disk or remote level and computes it again.
     """
 
     method: str = "int8"

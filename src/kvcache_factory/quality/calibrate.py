@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from ..block.fingerprint import fingerprint_directory
 from ..codec import calibration
@@ -14,12 +15,14 @@ from ..codec.calibration import tables_directory
 from ..codec.values import from_bf16
 from ..demo.model import Progress, silent
 from ..errors import ConfigError, FormatError
-from ..integration.transformers.weights import fingerprint
+from ..integration.transformers.weights import fingerprint, fingerprint_as
 from .reader import Reader
 from .texts import chapters, windows
 
 TOKENS = 2048
 WINDOWS = 6
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""In which a model may be loaded by somebody who has no directory that vouches for its weights."""
 
 
 def turns_of(config: Any, dim: int) -> Any:
@@ -55,7 +58,9 @@ def make_table(
     config = reader.model.config
     name = str(getattr(config, "_name_or_path", "") or config.model_type)
     turns = turns_of(config, reader.spec.head_dim)
-    return calibration.fit(kvs, turns, Path(name).name, out, fingerprint_of(reader.model, model_id))
+    known = fingerprint_of(reader.model, model_id)
+    aliases = [] if model_id is not None else [fingerprint_as(reader.model, dtype) for dtype in _DTYPES]
+    return calibration.fit(kvs, turns, Path(name).name, out, known, aliases)
 
 
 def fingerprint_of(model: Any, model_id: str | None = None) -> str:
@@ -78,6 +83,6 @@ def find_or_make(reader: Reader, tokenizer: Any, progress: Progress = silent) ->
             found = calibration.load(file)
         except FormatError:  # somebody else's, or half of one: that is no reason not to make a good one
             continue
-        if (found.geometry, found.model) == (wanted, name) and found.fingerprint in ("", known):
+        if (found.geometry, found.model) == (wanted, name) and found.is_for(known):
             return file
     return make_table(reader, tokenizer, tables_directory(), progress=progress)

@@ -7,6 +7,7 @@ the adapter are told apart: a model with its adapter switched off shares KV with
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,18 @@ def fingerprint(model: Any, model_id: str | None = None) -> str:
     directory = _directory_of(model)
     if directory is not None and _agrees(directory, config, weights):
         return fingerprint_directory(directory)
-    digest = weights_fingerprint((name, str(t.dtype), tuple(t.shape), _bytes(t)) for name, t in weights.items())
+    return _of_tensors(config, weights.items())
+
+
+def fingerprint_as(model: Any, dtype: torch.dtype) -> str:
+    """The fingerprint that live *model* would have with its weights in *dtype* and no directory to vouch for them."""
+    weights = base_weights(model)
+    cast = ((name, t.to(dtype) if t.is_floating_point() else t) for name, t in weights.items())
+    return _of_tensors(model_config(model), cast)
+
+
+def _of_tensors(config: dict[str, Any], weights: Iterable[tuple[str, torch.Tensor]]) -> str:
+    digest = weights_fingerprint((name, str(t.dtype), tuple(t.shape), _bytes(t)) for name, t in weights)
     return model_fingerprint(config, digest)
 
 
