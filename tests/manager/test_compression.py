@@ -33,19 +33,20 @@ from kvcache_factory.testing import FakeEngine, tiny_identity
 SPEC = BlockSpec(KVDtype.BF16, num_layers=2, num_kv_heads=2, head_dim=64, block_tokens=64)
 MIB = 1 / 1024
 BLOCKS = 12
+NAN, INFINITY = 0x7FC0, 0x7F80
 TOKENS = list(range(BLOCKS * 64))
 
 
 class Engine(FakeEngine):
     """KV that looks like KV: seeded by the tokens, some channels larger than others."""
 
-    def compute(self, chain: KeyChain, version: int = 0, bad: int = -1) -> Any:
+    def compute(self, chain: KeyChain, version: int = 0, bad: int = -1, odd: int = NAN) -> Any:
         for i, tokens in enumerate(chain.token_blocks):
             payload = np.empty(SPEC.payload_bytes, np.uint8)
             narrow(kv_of(tokens, version), SPEC, Layout.LCND, payload)
             self._block(i)[:] = payload.reshape(self._block(i).shape)
             if i == bad:
-                self._block(i).view(np.uint16)[0, 0, 0, 0, 0] = 0x7FC0  # NaN
+                self._block(i).view(np.uint16)[0, 0, 0, 0, 0] = odd
         return self.positions(chain.num_blocks)
 
     def block(self, i: int) -> Any:
@@ -97,6 +98,12 @@ class Cache:
 def relative_error(before: Any, after: Any) -> float:
     axes = (2, 3, 4)
     return float((np.abs(before - after).max(axis=axes) / np.abs(before).max(axis=axes)).max())
+
+
+@pytest.fixture(autouse=True)
+def own_tables(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A memory level leaves its table in the user's cache, where every reader looks."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
 @pytest.fixture
@@ -284,6 +291,34 @@ def test_encoded_blocks_move_down_as_they_are(opened: Any, tmp_path: Path) -> No
     assert all(0 < error < 0.01 for error in errors[1:-1])
 
 
+@pytest.mark.parametrize("odd", [NAN, INFINITY, INFINITY | 0x8000])
+@pytest.mark.parametrize("on_disk", [False, True], ids=["memory", "disk"])
+def test_what_is_no_number_comes_back_as_it_was(opened: Any, tmp_path: Path, on_disk: bool, odd: int) -> None:
+    """The block that holds it is stored raw, bit for bit, and counted once; the others are encoded."""
+    policy = None if on_disk else CompressionPolicy()
+    cache = opened(levels(tmp_path, "int8") if on_disk else gpu(), compression_policy=policy)
+    cache.save(TOKENS, bad=3, odd=odd)
+    wanted = cache.here.block(3).copy()
+    assert cache.count("kept_raw", "not_finite") == 1
+    assert cache.count("encoded", "int8") == BLOCKS - (2 if on_disk else 3)  # a disk's level has no recent window
+    if on_disk:
+        assert cache.manager.evict(BLOCKS) == BLOCKS
+    chain = cache.space.chain(TOKENS)
+    match = cache.space.match(chain, "r")
+    assert cache.space.load(match, cache.there.region, cache.there.positions(match.blocks)) == BLOCKS
+    cache.space.release("r")
+    assert np.array_equal(cache.there.block(3), wanted, equal_nan=True)
+
+
+def test_a_bound_that_is_exceeded_keeps_blocks_raw_on_a_disk_too(opened: Any, tmp_path: Path) -> None:
+    """Stored as they are, exact, and counted with the reason."""
+    cache = opened(levels(tmp_path, "int8:max_rel_error=0.0001"))
+    cache.save(TOKENS)
+    assert cache.count("kept_raw", "bound_exceeded") == BLOCKS - 1
+    cache.manager.close()
+    assert opened(levels(tmp_path)).load(TOKENS) == [0] * BLOCKS
+
+
 # -- on a disk --------------------------------------------------------------------------------------------------------
 
 
@@ -372,12 +407,48 @@ def test_a_codec_that_this_process_lacks_is_a_miss(
     assert opened(levels(tmp_path)).load(TOKENS) == [0] * BLOCKS
 
 
+def test_a_calibration_that_the_reader_lacks_is_a_miss(
+    opened: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Found beside the blocks, where the writer has left it; gone from there, one line in the log that names it."""
+    window = kv_of(np.arange(300), 0).repeat(4, axis=3)
+    table = calibration.fit([window], np.zeros(32), "small", tmp_path / "tables")
+    codec = f"low_rank:table={table},max_rel_error=1"
+    writer = opened(levels(tmp_path, codec))
+    writer.save(TOKENS)
+    assert writer.count("encoded", "low_rank") > BLOCKS // 2  # random keys and values exceed any bound now and then
+    other = calibration.fit([window * 2], np.zeros(32), "small", tmp_path / "others")
+    lossy = f"low_rank:table={other},max_rel_error=1"
+    assert len(opened(levels(tmp_path, lossy)).load(TOKENS)) == BLOCKS
+    (left,) = (tmp_path / "disk").glob(table.name)
+    left.unlink()
+    reader = opened(levels(tmp_path, lossy))
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            match = reader.space.match(reader.space.chain(TOKENS), "r")
+            assert reader.space.load(match, reader.there.region, reader.there.positions(match.blocks)) < BLOCKS
+            reader.space.release("r")
+    lines = [r.getMessage() for r in caplog.records if "'low_rank'" in r.getMessage()]
+    assert len(lines) == 1
+    assert calibration.load(table).digest.hex() in lines[0]
+    assert reader.count("load_failed", "no_calibration") > 0
+
+
 # -- descriptions -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     "options",
-    [{"method": "zip"}, {"threshold_step": -1}, {"keep_recent": "many"}, {"tiers": ("tape",)}, {"max_hits": -1}],
+    [
+        {"method": "zip"},
+        {"method": 8},
+        {"options": None},
+        {"threshold_step": -1},
+        {"keep_recent": "many"},
+        {"tiers": ("tape",)},
+        {"tiers": "cpu"},
+        {"max_hits": -1},
+    ],
 )
 def test_policies_that_cannot_work_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="CompressionPolicy"):

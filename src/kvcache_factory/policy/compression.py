@@ -46,8 +46,10 @@ class CompressionPolicy(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     """Layers that are encoded, from the first up to but not including the second; the others stay exact.  None: all."""
 
     def __post_init__(self) -> None:
-        if self.method.partition("|")[0] not in METHODS:
+        if not isinstance(self.method, str) or self.method.partition("|")[0] not in METHODS:
             raise ConfigError(f"CompressionPolicy(method={self.method!r}): use one of {', '.join(sorted(METHODS))}")
+        if not isinstance(self.options, dict):
+            raise ConfigError(f"CompressionPolicy(options={self.options!r}): give parameters of the codec by name")
         _check("threshold_step", self.threshold_step, int, "steps")
         _check("keep_first", self.keep_first, int, "blocks")
         _check("keep_recent", self.keep_recent, int, "tokens")
@@ -57,6 +59,9 @@ class CompressionPolicy(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
         if self.layers is not None:
             self._check_layers()
         if self.tiers is not None:
+            given: object = self.tiers
+            if isinstance(given, str):
+                raise ConfigError(f"CompressionPolicy(tiers={self.tiers!r}): give a tuple, ({self.tiers!r},)")
             msgspec.structs.force_setattr(self, "tiers", tuple(self.tiers))
             wrong = [name for name in self.tiers or () if name not in _LEVELS]
             if wrong:
