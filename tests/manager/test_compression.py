@@ -221,6 +221,18 @@ def test_age_place_and_levels_decide_too(opened: Any) -> None:
         assert cache.tier().get("encoded_blocks", 0) == encoded, policy
 
 
+def test_blocks_are_encoded_once_they_are_old_enough(opened: Any) -> None:
+    """The age is that since they were stored or used, whatever else is stored in the meantime."""
+    cache = opened(gpu(), compression_policy=CompressionPolicy(min_age_s=60))
+    memory = cache.manager._chain.tiers[0]
+    begun = memory._clock()
+    cache.save(TOKENS)
+    for seconds, encoded in ((59, 0), (100_000, BLOCKS - 2)):
+        memory._clock = lambda later=begun + seconds: later
+        cache.save([seconds, *TOKENS[1:64]])
+        assert cache.tier()["encoded_blocks"] == encoded
+
+
 def test_hot_blocks_stay_exact(opened: Any) -> None:
     """Blocks that were hit, while they were held and so not encoded, are not encoded after that either."""
     cache = opened(gpu(), compression_policy=CompressionPolicy(max_hits=0))
