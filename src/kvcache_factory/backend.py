@@ -157,12 +157,12 @@ class RemoteBackend(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag
             "ingestion": (self.ingestion in ("all", "hot", "evicted"), "'all', 'hot' or 'evicted'"),
             "hot_hits": (_is_count(self.hot_hits, 1), "1 or more"),
             "op_batch": (_is_count(self.op_batch, 1, 4096), "1 to 4096"),
-            "per_token_timeout_ms": (self.per_token_timeout_ms > 0, "milliseconds above 0"),
-            "max_wait_s": (self.max_wait_s > 0, "seconds above 0"),
+            "per_token_timeout_ms": (_is_number(self.per_token_timeout_ms, above=0), "milliseconds above 0"),
+            "max_wait_s": (_is_number(self.max_wait_s, above=0), "seconds above 0"),
             "max_inflight_tokens": (_is_count(self.max_inflight_tokens, 0), "0 or more"),
             "workers": (_is_count(self.workers, 1, 256), "1 to 256"),
             "double_get_blocks": (_is_count(self.double_get_blocks, 0), "0 or more"),
-            "double_get_ratio": (0 <= self.double_get_ratio <= 1, "0 to 1"),
+            "double_get_ratio": (_is_number(self.double_get_ratio) and 0 <= self.double_get_ratio <= 1, "0 to 1"),
         }
         for name, (right, what) in allowed.items():
             if not right:
@@ -170,6 +170,10 @@ class RemoteBackend(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag
 
     def __repr__(self) -> str:
         return f"RemoteBackend({self.connector!r}, ingestion={self.ingestion!r})"  # options may hold secrets
+
+
+def _is_number(value: object, above: float = float("-inf")) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value > above
 
 
 def _is_count(value: object, least: int, most: float = float("inf")) -> bool:

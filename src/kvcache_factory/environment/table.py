@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from ..errors import ConfigError
 from ..policy.names import known_policies
 
 PREFIX = "AIBRIX_KV_CACHE_OL_"
@@ -69,6 +70,30 @@ def _is_policy(text: str) -> bool:
     return text.lower() in known_policies()
 
 
+def _is_redis_url(text: str) -> bool:
+    from ..connector.redis import RedisOptions, redis_access
+
+    try:
+        redis_access(RedisOptions(url=text))
+    except ConfigError:
+        return False
+    return True
+
+
+def _is_device_list(text: str) -> bool:
+    from ..connector.rdma import parse_devices
+
+    try:
+        parse_devices(text)
+    except ConfigError:
+        return False
+    return True
+
+
+def _is_meta_url(text: str) -> bool:
+    return not text or text.lower().startswith(("redis://", "rediss://", "unix://", "http://", "https://"))
+
+
 def _is_limit(value: int) -> bool:
     return value == -1 or value > 0
 
@@ -81,6 +106,10 @@ _URL = {
     "allowed": "an address that begins with http:// or https://",
     "ok": lambda t: t.startswith(("http://", "https://")),
 }
+_META_URL = {"allowed": "redis://host:port, or http://host:port of etcd", "ok": _is_meta_url}
+_REDIS_URL = {"allowed": "redis://host:port, rediss:// for TLS, or unix:///path", "ok": _is_redis_url}
+_DEVICES = {"allowed": "names of devices, each with :gidINDEX or not, with commas between", "ok": _is_device_list}
+_TEXT: dict[str, Any] = {"allowed": "text that is not empty", "ok": bool}
 _PORT: dict[str, Any] = {"ge": 1, "le": 65535}
 
 _TIMEOUT = "seconds that a batch may take before its helper process is killed"
@@ -138,7 +167,7 @@ class Environment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         str, at("remote.namespace", "first part of every key", "a name that is not empty", bool)
     ] = "aibrix"
     l2_cache_compression: Annotated[str, at("", "codec for L2 values; blocks are stored as they are")] = ""
-    l2_cache_op_batch: Annotated[int, at("remote.op_batch", "blocks per batch", ge=1)] = 32
+    l2_cache_op_batch: Annotated[int, at("remote.op_batch", "blocks per batch", ge=1, le=4096)] = 32
     l2_cache_per_token_timeout_ms: Annotated[
         float, at("remote.per_token_timeout_ms", "deadline of an L2 call = tokens × this", gt=0)
     ] = 20.0
@@ -168,10 +197,12 @@ class Environment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     meta_service_refresh_interval_s: Annotated[
         float, at("meta.refresh_interval_s", "seconds between two looks at the membership; 0 = read once", ge=0)
     ] = 30.0
-    meta_service_url: Annotated[str, at("meta.url", "the meta service, such as redis://host:6379", secret=True)] = ""
+    meta_service_url: Annotated[
+        str, at("meta.url", "the meta service, such as redis://host:6379", secret=True, **_META_URL)
+    ] = ""
     meta_service_cluster_meta_key: Annotated[str, at("meta.key", "key that holds the membership JSON")] = ""
 
-    infinistore_host_addr: Annotated[str, at("INFINISTORE.host_addr", "server")] = "127.0.0.1"
+    infinistore_host_addr: Annotated[str, at("INFINISTORE.host_addr", "server", **_TEXT)] = "127.0.0.1"
     infinistore_service_port: Annotated[int, at("INFINISTORE.service_port", "server", **_PORT)] = 12345
     infinistore_connection_type: Annotated[Literal["RDMA", "TCP"], at("INFINISTORE.connection_type", "transport")] = (
         "RDMA"
@@ -179,7 +210,12 @@ class Environment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     infinistore_ib_port: Annotated[int, at("INFINISTORE.ib_port", "port of the device", ge=0)] = 1
     infinistore_link_type: Annotated[Literal["Ethernet", "IB"], at("INFINISTORE.link_type", "link")] = "Ethernet"
     infinistore_visible_dev_list: Annotated[
-        str, at("INFINISTORE.visible_dev_list", "devices, each optionally with a GID index: mlx5_0:gid0,mlx5_1:gid1")
+        str,
+        at(
+            "INFINISTORE.visible_dev_list",
+            "devices, each optionally with a GID index: mlx5_0:gid0,mlx5_1:gid1",
+            **_DEVICES,
+        ),
     ] = ""
     infinistore_use_gdr: Annotated[bool, at("INFINISTORE.use_gdr", "GDR where available")] = True
 
@@ -190,13 +226,15 @@ class Environment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     infinistore_start_timeout_s: Annotated[float, at("INFINISTORE.start_timeout_s", _START, gt=0)] = 8.0
     infinistore_copy_mb: Annotated[int, at("INFINISTORE.copy_mb", _COPY, ge=1)] = 128
 
-    hpkv_remote_addr: Annotated[str, at("HPKV.remote_addr", "server")] = "127.0.0.1"
+    hpkv_remote_addr: Annotated[str, at("HPKV.remote_addr", "server", **_TEXT)] = "127.0.0.1"
     hpkv_remote_port: Annotated[int, at("HPKV.remote_port", "server", **_PORT)] = 12346
-    hpkv_local_addr: Annotated[str, at("HPKV.local_addr", "client side")] = "127.0.0.1"
+    hpkv_local_addr: Annotated[str, at("HPKV.local_addr", "client side", **_TEXT)] = "127.0.0.1"
     hpkv_local_port: Annotated[int, at("HPKV.local_port", "client side", **_PORT)] = 12345
     hpkv_use_gdr: Annotated[bool, at("HPKV.use_gdr", "GDR where available")] = True
 
-    priskv_remote_addr: Annotated[str, at("PRISKV.remote_addr", "server", older=("pris_remote_addr",))] = "127.0.0.1"
+    priskv_remote_addr: Annotated[str, at("PRISKV.remote_addr", "server", older=("pris_remote_addr",), **_TEXT)] = (
+        "127.0.0.1"
+    )
     priskv_remote_port: Annotated[int, at("PRISKV.remote_port", "server", older=("pris_remote_port",), **_PORT)] = 6379
     priskv_password: Annotated[
         str, at("PRISKV.password", "password of the server", older=("pris_password",), secret=True)
@@ -226,7 +264,7 @@ class Environment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     mock_use_gdr_put: Annotated[bool, at("MOCK.use_gdr_put", "take device memory on put")] = False
     mock_use_gdr_get: Annotated[bool, at("MOCK.use_gdr_get", "take device memory on get")] = False
 
-    rocksdb_root: Annotated[str, at("ROCKSDB.root", "directory")] = "~/.kv_cache_ol/rocksdb"
+    rocksdb_root: Annotated[str, at("ROCKSDB.root", "directory", **_TEXT)] = "~/.kv_cache_ol/rocksdb"
     rocksdb_ttl_s: Annotated[int, at("ROCKSDB.ttl_s", "time to live in seconds", ge=0)] = 600
     rocksdb_write_buffer_size: Annotated[int, at("ROCKSDB.write_buffer_size", "bytes of a write buffer", ge=1)] = (
         67108864
@@ -240,11 +278,11 @@ class Environment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     )
     rocksdb_max_background_jobs: Annotated[int, at("ROCKSDB.max_background_jobs", "background threads", ge=1)] = 8
 
-    shfs_root: Annotated[str, at("SHFS.root", "shared file system directory")] = "~/.kv_cache_ol/shfs"
+    shfs_root: Annotated[str, at("SHFS.root", "shared file system directory", **_TEXT)] = "~/.kv_cache_ol/shfs"
 
     shfs_min_free_gb: Annotated[float, at("SHFS.min_free_gb", "GiB that stay free in the file system", ge=0)] = 1.0
 
-    redis_url: Annotated[str, at("REDIS.url", "redis://host:port, rediss:// for TLS, or unix:///path", secret=True)] = (
+    redis_url: Annotated[str, at("REDIS.url", "the server, or servers of one cluster", secret=True, **_REDIS_URL)] = (
         "redis://127.0.0.1:6379"
     )
     redis_username: Annotated[str, at("REDIS.username", "user, where the address names none")] = ""
@@ -263,7 +301,8 @@ class Environment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
     def __post_init__(self) -> None:
         for row in ROWS:
-            if row.ok is not None and not row.ok(getattr(self, row.field)):
+            value = getattr(self, row.field)
+            if row.ok is not None and value != row.default and not row.ok(value):
                 raise ValueError(f"{row.field}: use {row.allowed}")
 
     def __repr__(self) -> str:
