@@ -57,7 +57,7 @@ class ManagerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     max_tokens: int = -1
     """Tokens of a prompt past this are neither stored nor looked up, in whole blocks; -1: no limit."""
     chunk_tokens: int = 0
-    """Tokens that an OffloadingManager moves in one operation; 0: 512."""
+    """Most tokens of a batch to or from a remote level, and of a piece of OffloadingManager.chunks; 0: see there."""
     measure_stages: bool = False
     """Measure the time of each stage of an operation, too; with enable_metrics."""
     profiling_server: str = ""

@@ -20,6 +20,10 @@ _WORDS = {
 }
 
 
+ANYTHING = (Exception, asyncio.CancelledError, KeyboardInterrupt, SystemExit)
+"""What a client may raise: one that ends the loop would end every other call with it."""
+
+
 class Answers(msgspec.Struct, frozen=True):
     """How many leading blocks went well, and what came of the next."""
 
@@ -37,9 +41,7 @@ async def _result(call: Callable[[], Awaitable[Any]]) -> Any:
     """What a call answers or raises: also at once, also to end the program, which would end the loop alone."""
     try:
         return await call()
-    except GeneratorExit:
-        raise
-    except BaseException as error:
+    except ANYTHING as error:
         return error
 
 

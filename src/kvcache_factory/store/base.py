@@ -317,8 +317,8 @@ class OutsideStore(ABC):
         """Whether calls of this *way*, ``"get"`` or ``"put"``, take slots of a device, with headers apart."""
 
     @abstractmethod
-    def state(self) -> dict[str, str | int | bool]:
-        """Connector, breaker and what is in flight, as plain data."""
+    def state(self) -> dict[str, Any]:
+        """Connector, breaker, what is in flight and the servers of a cluster, as plain data."""
 
     @abstractmethod
     def close(self) -> None:

@@ -21,7 +21,7 @@ from ..connector.base import Connector, ConnectorFeature, MemoryRegion, OptionsC
 from ..errors import KVCacheError, StoreError
 from ..memory.device import DeviceSlab
 from ..status import Status, StatusCodes
-from .answers import Answers, after, leading, together
+from .answers import ANYTHING, Answers, after, leading, together
 from .base import Operation, OutsideStore, SlotMemory, Slots
 from .breaker import Breaker
 from .lent import get_lent, put_lent
@@ -187,7 +187,9 @@ class RemoteStore(OutsideStore):
         """Whether values may lie in device memory on their *way*, ``"put"`` or ``"get"``."""
         return self._feature.gdr_put if way == "put" else self._feature.gdr_get
 
-    def state(self) -> dict[str, str | int | bool]:
+    def state(self) -> dict[str, Any]:
+        connector = self._connector
+        members = connector.members() if isinstance(connector, OptionsConnector) else []
         with self._lock:
             return {
                 "connector": self.settings.name,
@@ -196,6 +198,7 @@ class RemoteStore(OutsideStore):
                 "operations_in_flight": self._in_flight,
                 "abandoned_blocks": self._abandoned,
                 "out_of_service": self._abandoned > self._most_abandoned,
+                "members": members,
             }
 
     def _do(self, blocks: int, work: Work, deadline_s: float) -> Operation:
@@ -232,9 +235,7 @@ class RemoteStore(OutsideStore):
         answers = Answers(0, "error")
         try:
             answers = await work()
-        except GeneratorExit:
-            raise
-        except BaseException as error:  # one that ends the loop would end every other call with it
+        except ANYTHING as error:
             answers = Answers(0, "error", f"{type(error).__name__}: {error}")
         finally:
             with self._lock:
@@ -330,9 +331,7 @@ class RemoteStore(OutsideStore):
         reached = False
         try:
             reached = await self._answers() or await self._reconnect()
-        except GeneratorExit:
-            raise
-        except BaseException:
+        except ANYTHING:
             reached = False
         finally:
             self._probing = False
