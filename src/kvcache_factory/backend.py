@@ -12,6 +12,8 @@ from .cluster.opening import MetaServiceBackend
 from .errors import CapacityError, ConfigError
 
 GIB = 1 << 30
+MOST_GB = 10**15
+"""A number that can still be turned into bytes; what a machine has, is found out when a level opens."""
 DEFAULT_SIZE_GB = 10.0
 """Size in GiB where neither the backend nor the policy gives one."""
 
@@ -256,5 +258,5 @@ def levels_of(backend: Backend) -> list[Level]:
 def _check_size(name: str, size_gb: float | None) -> None:
     if size_gb is None:
         return
-    if isinstance(size_gb, bool) or not isinstance(size_gb, (int, float)) or not 0 < size_gb < float("inf"):
-        raise CapacityError(f"{name}(size_gb={size_gb!r}): give a size in GiB above 0")
+    if isinstance(size_gb, bool) or not isinstance(size_gb, (int, float)) or not 0 < size_gb <= MOST_GB:
+        raise CapacityError(f"{name}(size_gb={size_gb!r}): give a size in GiB above 0 and of at most {MOST_GB}")

@@ -269,6 +269,10 @@ def test_a_policy_of_the_environment_has_its_documented_parameters(tmp_path: Pat
         ({"INFINISTORE_VISIBLE_DEV_LIST": "mlx5_0:x:y"}, "INFINISTORE_VISIBLE_DEV_LIST='mlx5_0:x:y'"),
         ({"L2_CACHE_BACKEND": "EIC"}, "L2_CACHE_BACKEND='EIC' needs PREFIX_EIC_CONFIG_FILE"),
         ({"SHFS_ROOT": " "}, "SHFS_ROOT=' '"),
+        ({"L1_CACHE_CAPACITY_GB": "1e300"}, "L1_CACHE_CAPACITY_GB='1e300'"),
+        ({"REDIS_TTL_S": "9" * 30}, f"REDIS_TTL_S='{'9' * 30}'"),
+        ({"REDIS_TIMEOUT_S": "1e300"}, "REDIS_TIMEOUT_S='1e300'"),
+        ({"ROCKSDB_WRITE_BUFFER_SIZE": "9" * 30}, f"ROCKSDB_WRITE_BUFFER_SIZE='{'9' * 30}'"),
     ],
     ids=str,
 )

@@ -110,6 +110,8 @@ _META_URL = {"allowed": "redis://host:port, or http://host:port of etcd", "ok": 
 _REDIS_URL = {"allowed": "redis://host:port, rediss:// for TLS, or unix:///path", "ok": _is_redis_url}
 _DEVICES = {"allowed": "names of devices, each with :gidINDEX or not, with commas between", "ok": _is_device_list}
 _TEXT: dict[str, Any] = {"allowed": "text that is not empty", "ok": bool}
+_SECONDS: dict[str, Any] = {"gt": 0, "le": 86_400}
+_BYTES: dict[str, Any] = {"le": 1_000_000_000_000}
 _PORT: dict[str, Any] = {"ge": 1, "le": 65535}
 
 _TIMEOUT = "seconds that a batch may take before its helper process is killed"
@@ -150,7 +152,7 @@ class Environment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     l1_cache_enabled: Annotated[bool, at("", "DRAM tier on")] = True
     l1_cache_eviction_policy: Annotated[str, at("policy.name", "who leaves the DRAM tier", **_POLICY)] = "S3FIFO"
     l1_cache_capacity_gb: Annotated[
-        float, at("memory.size_gb", "capacity of the DRAM tier in GiB, per manager", gt=0)
+        float, at("memory.size_gb", "capacity of the DRAM tier in GiB, per manager", gt=0, le=1_000_000)
     ] = 10.0
     device: Annotated[Literal["cpu", "cuda"], at("", "where L1 rests")] = "cpu"
     s3fifo_small_to_main_promo_threshold: Annotated[
@@ -222,9 +224,9 @@ class Environment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     infinistore_local_rank: Annotated[
         int, at("INFINISTORE.local_rank", "which of the devices this process uses", ge=0)
     ] = 0
-    infinistore_timeout_s: Annotated[float, at("INFINISTORE.timeout_s", _TIMEOUT, gt=0)] = 5.0
-    infinistore_start_timeout_s: Annotated[float, at("INFINISTORE.start_timeout_s", _START, gt=0)] = 8.0
-    infinistore_copy_mb: Annotated[int, at("INFINISTORE.copy_mb", _COPY, ge=1)] = 128
+    infinistore_timeout_s: Annotated[float, at("INFINISTORE.timeout_s", _TIMEOUT, **_SECONDS)] = 5.0
+    infinistore_start_timeout_s: Annotated[float, at("INFINISTORE.start_timeout_s", _START, **_SECONDS)] = 8.0
+    infinistore_copy_mb: Annotated[int, at("INFINISTORE.copy_mb", _COPY, ge=1, le=1_000_000)] = 128
 
     hpkv_remote_addr: Annotated[str, at("HPKV.remote_addr", "server", **_TEXT)] = "127.0.0.1"
     hpkv_remote_port: Annotated[int, at("HPKV.remote_port", "server", **_PORT)] = 12346
@@ -246,9 +248,9 @@ class Environment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         bool, at("PRISKV.use_zero_copy", "memory that the store owns", older=("pris_use_zero_copy",))
     ] = False
 
-    priskv_timeout_s: Annotated[float, at("PRISKV.timeout_s", _TIMEOUT, gt=0)] = 5.0
-    priskv_start_timeout_s: Annotated[float, at("PRISKV.start_timeout_s", _START, gt=0)] = 8.0
-    priskv_copy_mb: Annotated[int, at("PRISKV.copy_mb", _COPY, ge=1)] = 128
+    priskv_timeout_s: Annotated[float, at("PRISKV.timeout_s", _TIMEOUT, **_SECONDS)] = 5.0
+    priskv_start_timeout_s: Annotated[float, at("PRISKV.start_timeout_s", _START, **_SECONDS)] = 8.0
+    priskv_copy_mb: Annotated[int, at("PRISKV.copy_mb", _COPY, ge=1, le=1_000_000)] = 128
 
     eic_config_file: Annotated[
         str,
@@ -265,18 +267,22 @@ class Environment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     mock_use_gdr_get: Annotated[bool, at("MOCK.use_gdr_get", "take device memory on get")] = False
 
     rocksdb_root: Annotated[str, at("ROCKSDB.root", "directory", **_TEXT)] = "~/.kv_cache_ol/rocksdb"
-    rocksdb_ttl_s: Annotated[int, at("ROCKSDB.ttl_s", "time to live in seconds", ge=0)] = 600
-    rocksdb_write_buffer_size: Annotated[int, at("ROCKSDB.write_buffer_size", "bytes of a write buffer", ge=1)] = (
-        67108864
-    )
-    rocksdb_target_file_size_base: Annotated[
-        int, at("ROCKSDB.target_file_size_base", "bytes of a file of the first level", ge=1)
+    rocksdb_ttl_s: Annotated[int, at("ROCKSDB.ttl_s", "time to live in seconds", ge=0, le=1_000_000_000)] = 600
+    rocksdb_write_buffer_size: Annotated[
+        int, at("ROCKSDB.write_buffer_size", "bytes of a write buffer", ge=1, **_BYTES)
     ] = 67108864
-    rocksdb_max_write_buffer_number: Annotated[int, at("ROCKSDB.max_write_buffer_number", "write buffers", ge=1)] = 3
-    rocksdb_max_total_wal_size: Annotated[int, at("ROCKSDB.max_total_wal_size", "bytes of write-ahead log", ge=0)] = (
-        134217728
-    )
-    rocksdb_max_background_jobs: Annotated[int, at("ROCKSDB.max_background_jobs", "background threads", ge=1)] = 8
+    rocksdb_target_file_size_base: Annotated[
+        int, at("ROCKSDB.target_file_size_base", "bytes of a file of the first level", ge=1, **_BYTES)
+    ] = 67108864
+    rocksdb_max_write_buffer_number: Annotated[
+        int, at("ROCKSDB.max_write_buffer_number", "write buffers", ge=1, le=1000)
+    ] = 3
+    rocksdb_max_total_wal_size: Annotated[
+        int, at("ROCKSDB.max_total_wal_size", "bytes of write-ahead log", ge=0, **_BYTES)
+    ] = 134217728
+    rocksdb_max_background_jobs: Annotated[
+        int, at("ROCKSDB.max_background_jobs", "background threads", ge=1, le=1000)
+    ] = 8
 
     shfs_root: Annotated[str, at("SHFS.root", "shared file system directory", **_TEXT)] = "~/.kv_cache_ol/shfs"
 
@@ -293,10 +299,14 @@ class Environment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     redis_tls_check_hostname: Annotated[
         bool, at("REDIS.tls_check_hostname", "the server's certificate must name the host")
     ] = True
-    redis_ttl_s: Annotated[int, at("REDIS.ttl_s", "seconds that a value is kept; 0 = as the server likes", ge=0)] = 0
-    redis_timeout_s: Annotated[float, at("REDIS.timeout_s", "longest that one value may take, in seconds", gt=0)] = 2.0
+    redis_ttl_s: Annotated[
+        int, at("REDIS.ttl_s", "seconds that a value is kept; 0 = as the server likes", ge=0, le=1_000_000_000)
+    ] = 0
+    redis_timeout_s: Annotated[
+        float, at("REDIS.timeout_s", "longest that one value may take, in seconds", **_SECONDS)
+    ] = 2.0
     redis_connect_timeout_s: Annotated[
-        float, at("REDIS.connect_timeout_s", "longest that a connection may take, in seconds", gt=0)
+        float, at("REDIS.connect_timeout_s", "longest that a connection may take, in seconds", **_SECONDS)
     ] = 1.0
 
     def __post_init__(self) -> None:
