@@ -149,6 +149,8 @@ class RemoteBackend(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag
     """Where the servers are listed, when there are several; they share the keys."""
     strict_sync: bool = False
     """Let whoever stores a block wait until it is written, within the deadline."""
+    codec: str | None = None
+    """Encode blocks on their way there, as ``DiskBackend.codec`` does; needs a connector that takes shorter values."""
 
     def __post_init__(self) -> None:
         allowed = {
@@ -162,6 +164,7 @@ class RemoteBackend(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag
             "max_inflight_tokens": (_is_count(self.max_inflight_tokens, 0), "0 or more"),
             "workers": (_is_count(self.workers, 1, 256), "1 to 256"),
             "double_get_blocks": (_is_count(self.double_get_blocks, 0), "0 or more"),
+            "codec": (self.codec is None or isinstance(self.codec, str), "the name of a codec"),
             "double_get_ratio": (0 <= self.double_get_ratio <= 1, "0 to 1"),
         }
         for name, (right, what) in allowed.items():

@@ -30,6 +30,7 @@ from .codec.base import BlockCodec
 from .codec.calibration import tables_directory
 from .codec.coder import Coder
 from .codec.keys import load_key
+from .codec.layers import Layers
 from .codec.names import make_codec, parse_codec
 from .config import ManagerConfig
 from .connector.base import Connector, ConnectorConfig
@@ -75,10 +76,11 @@ def build_chain(
     roots = Roots()
     compression = config.compression_policy
     codings = [coding_of(level, kind, compression, policy) for level, kind in zip(levels, kinds, strict=True)]
-    if outside is not None and any(codec and kind != "disk" for (codec, _), kind in zip(codings, kinds, strict=True)):
+    packed = any(codec and kind != "disk" for (codec, _), kind in zip(codings, kinds, strict=True))
+    if packed and isinstance(outside, RemoteBackend) and outside.ingestion == "evicted":
         raise ConfigError(
-            "blocks in memory cannot be encoded above a remote level, which copies them out of whole slots; give "
-            "CompressionPolicy tiers=('disk',), or leave the remote level out"
+            "RemoteBackend(ingestion='evicted') takes blocks out of whole slots while the engine waits, so that memory "
+            "above it cannot be encoded; use ingestion 'all' or 'hot', or CompressionPolicy(tiers=('disk', 'remote'))"
         )
     places = [tables_directory()]
     tiers = [
@@ -98,7 +100,7 @@ def build_chain(
         flow = msgspec.structs.replace(flow, demote_at=marks.demote_at, demote_to=marks.demote_to)
     remote = None
     if isinstance(outside, RemoteBackend):
-        remote = _remote(outside, config, ledger, roots, on_error)
+        remote = _remote(outside, config, policy, ledger, roots, on_error)
         tiers[0].least_blocks = STAGED_BATCHES * outside.op_batch
     return TierChain(tiers, flow, roots, ledger, clock, on_error, remote=remote)
 
@@ -106,6 +108,7 @@ def build_chain(
 def _remote(
     level: RemoteBackend,
     config: ManagerConfig,
+    policy: EvictionPolicy,
     ledger: Ledger,
     roots: Roots,
     on_error: Callable[[Exception], None],
@@ -126,7 +129,10 @@ def _remote(
         double_get_ratio=level.double_get_ratio,
         strict_sync=level.strict_sync,
     )
-    return RemoteLevel(RemoteStore(partial(_connector, level), settings), options, ledger, roots, on_error)
+    codec, rule = coding_of(level, "remote", config.compression_policy, policy)
+    coder = Coder(codec, [tables_directory()])
+    store = RemoteStore(partial(_connector, level), settings)
+    return RemoteLevel(store, options, ledger, roots, on_error, coder=coder, rule=rule)
 
 
 def _connector(level: RemoteBackend, executor: Executor) -> Connector[bytes, Any]:
@@ -177,7 +183,9 @@ def coding_of(
     level: Level, kind: str, policy: CompressionPolicy | None, eviction: EvictionPolicy
 ) -> tuple[BlockCodec | None, CompressionRule]:
     """What a level encodes by, and which blocks; ConfigError for an unknown codec or a wrong parameter."""
-    if isinstance(level, DiskBackend) and level.codec is not None:
+    if isinstance(level, CPUBackend) and level.staging:
+        return None, CompressionRule()
+    if isinstance(level, (DiskBackend, RemoteBackend)) and level.codec is not None:
         return parse_codec(level.codec), CompressionRule()
     when_full = compresses(eviction, kind)
     if policy is None and when_full:
@@ -191,7 +199,10 @@ def coding_of(
         max_hits=policy.max_hits,
         when_full=when_full,
     )
-    return make_codec(policy.method, **policy.options), rule
+    codec = make_codec(policy.method, **policy.options)
+    if policy.layers is not None:
+        codec = Layers(first=policy.layers[0], end=policy.layers[1], inside=codec)
+    return codec, rule
 
 
 def leave_notes(backend: Backend, identity: Identity) -> None:

@@ -220,7 +220,8 @@ class CacheManager(SessionVerbs):
     def register(self, spec: BlockSpec, identity: Identity) -> KeySpace:
         """Open the manager for a model and return its key space.
 
-        Raises ConfigError when spec and identity disagree or the geometry differs from an earlier model's,
+        Raises ConfigError when spec and identity disagree, the geometry differs from an earlier model's, or a
+        calibration is another model's,
         CapacityError when not one block fits, DeviceError when a device is not there, MissingDependencyError when what
         the configuration needs is not installed.
         """
@@ -230,6 +231,7 @@ class CacheManager(SessionVerbs):
                 f"{spec.block_tokens} tokens of {spec.dtype.value}; make both from the same model"
             )
         self._chain.open(spec)
+        self._chain.check_model(identity.model)
         self._keeper.opened()
         self._context.begin_recording(spec.block_tokens)
         self._context.begin_profiling()

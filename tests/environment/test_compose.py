@@ -88,6 +88,7 @@ VALUES = {  # of each variable another value than the default, with what makes i
     "L2_CACHE_NAMESPACE": "team",
     "L2_CACHE_OP_BATCH": "8",
     "L2_CACHE_PER_TOKEN_TIMEOUT_MS": "5",
+    "L2_CACHE_COMPRESSION": "int8",
     "L2_CACHE_KEY_BUILDER": "RAW",
     "L2_CACHE_INGESTION_TYPE": "EVICTED",
     "L2_CACHE_INGESTION_MAX_INFLIGHT_TOKENS": "100",
@@ -97,7 +98,7 @@ VALUES = {  # of each variable another value than the default, with what makes i
     "META_SERVICE_URL": "http://etcd:2379",
     "META_SERVICE_CLUSTER_META_KEY": "nodes",
 }
-NOWHERE = {"TOKEN_VALIDATION_ENABLED", "L2_CACHE_COMPRESSION", "L2_CACHE_PLACEMENT_POLICY", "L1_CACHE_ENABLED"}
+NOWHERE = {"TOKEN_VALIDATION_ENABLED", "L2_CACHE_PLACEMENT_POLICY", "L1_CACHE_ENABLED"}
 
 
 @pytest.mark.parametrize("name", sorted(VALUES))
@@ -210,15 +211,39 @@ def test_a_meta_service_makes_a_cluster() -> None:
     assert "hush" not in repr(service) + repr(made)
 
 
+@pytest.mark.parametrize(
+    ("text", "codec"),
+    [
+        ("ZSTD", "bf16x"),
+        ("lz4", "bf16x"),
+        ("BF16X", "bf16x"),
+        ("Int8", "int8"),
+        ("INT8:max_rel_error=0.01", "int8:max_rel_error=0.01"),
+        ("NONE", None),
+        ("", None),
+    ],
+)
+def test_names_of_codecs(text: str, codec: str | None) -> None:
+    """General compressors mean the lossless codec; ours are taken in any case, with parameters."""
+    assert remote(manager(L2_CACHE_BACKEND="MOCK", L2_CACHE_COMPRESSION=text)).codec == codec
+
+
+def test_a_codec_that_is_none_is_an_error() -> None:
+    """Variable, value and what is allowed."""
+    with pytest.raises(ConfigError, match=r"L2_CACHE_COMPRESSION='mp3'.*bf16x"):
+        manager(L2_CACHE_BACKEND="MOCK", L2_CACHE_COMPRESSION="mp3")
+
+
 def test_what_has_no_effect_is_said(caplog: pytest.LogCaptureFixture) -> None:
-    """A codec, parameters of another policy, a remote tier's settings without one: warnings, no silence."""
+    """Parameters of another policy, a remote tier's settings without one: warnings, no silence."""
     with caplog.at_level(logging.WARNING, "kvcache_factory"):
-        manager(L1_CACHE_EVICTION_POLICY="LRU", S3FIFO_SMALL_TO_MAIN_PROMO_THRESHOLD="2", L2_CACHE_COMPRESSION="ZSTD")
+        manager(L1_CACHE_EVICTION_POLICY="LRU", S3FIFO_SMALL_TO_MAIN_PROMO_THRESHOLD="2")
+        manager(L2_CACHE_BACKEND="INFINISTORE", L2_CACHE_COMPRESSION="ZSTD")
         manager(L2_CACHE_OP_BATCH="8", DOUBLE_GET_THRESHOLD="1", META_SERVICE_URL="redis://h")
     said = [record.getMessage().removeprefix(PREFIX) for record in caplog.records]
     assert said == [
         "S3FIFO_SMALL_TO_MAIN_PROMO_THRESHOLD has no effect: the eviction policy is LRU",
-        f"{'L2_CACHE_COMPRESSION'} is not applied: blocks are stored as they are",
+        "L2_CACHE_COMPRESSION has no effect: INFINISTORE takes values of one length only",
         f"L2_CACHE_OP_BATCH has no effect: {PREFIX}L2_CACHE_BACKEND is ''",
         f"META_SERVICE_URL has no effect: {PREFIX}META_SERVICE_BACKEND names nothing",
         f"DOUBLE_GET_THRESHOLD has no effect: {PREFIX}L2_CACHE_BACKEND is ''",

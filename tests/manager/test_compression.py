@@ -24,7 +24,7 @@ from kvcache_factory import (
 from kvcache_factory.backend import RemoteBackend
 from kvcache_factory.block.key import KeyChain
 from kvcache_factory.block.spec import BlockSpec, KVDtype, Layout
-from kvcache_factory.codec import names
+from kvcache_factory.codec import calibration, names
 from kvcache_factory.codec.values import from_bf16, narrow
 from kvcache_factory.engine.ledger import Event
 from kvcache_factory.errors import ConfigError
@@ -398,11 +398,45 @@ def test_codecs_that_cannot_work_are_refused_early(tmp_path: Path) -> None:
         manager.register(SPEC, tiny_identity(SPEC))
 
 
-def test_memory_above_a_remote_level_is_not_encoded() -> None:
-    """What copies out of whole slots would not find them: refused, not ignored."""
-    backend = HierarchicalBackend([CPUBackend(size_gb=16 * MIB), RemoteBackend(connector="MOCK")])
-    with pytest.raises(ConfigError, match="remote level"):
+def test_memory_that_blocks_leave_for_a_remote_level_is_not_encoded() -> None:
+    """The engine would have to wait for decoding: refused, not ignored."""
+    remote = RemoteBackend(connector="MOCK", ingestion="evicted")
+    backend = HierarchicalBackend([CPUBackend(size_gb=16 * MIB), remote])
+    with pytest.raises(ConfigError, match="evicted"):
         CacheManager(backend, compression_policy=CompressionPolicy())
+
+
+@pytest.mark.parametrize("on_disk", [False, True], ids=["memory", "disk"])
+def test_only_a_range_of_layers_is_encoded(opened: Any, tmp_path: Path, on_disk: bool) -> None:
+    """The other layer comes back bit for bit."""
+    policy = CompressionPolicy(threshold_step=0, keep_recent=0, layers=(1, 2))
+    cache = opened(levels(tmp_path) if on_disk else gpu(), compression_policy=policy)
+    cache.save(TOKENS)
+    if on_disk:
+        assert cache.manager.evict(BLOCKS) == BLOCKS
+    errors = cache.load(TOKENS)
+    assert len(errors) == BLOCKS
+    assert errors[0] == 0.0
+    assert all(0 < error < 0.01 for error in errors[1:])
+    assert np.array_equal(cache.here.block(3)[0], cache.there.block(3)[0])
+    assert cache.count("encoded", "layers") == BLOCKS - 1
+
+
+@pytest.mark.parametrize("method", ["pca", "pca|zstd"])
+def test_a_calibration_of_another_model_is_refused(opened: Any, tmp_path: Path, method: str) -> None:
+    """Of the same geometry, but other weights; one that does not say whose it is serves whoever names it."""
+    window = kv_of(np.arange(300), 0).repeat(4, axis=3)
+    mine = tiny_identity(SPEC).model
+    for fingerprint, refused in ((mine, False), ("", False), ("0" * 32, True)):
+        table = calibration.fit([window], np.zeros(32), "small", tmp_path / (fingerprint or "any"), fingerprint)
+        policy = CompressionPolicy(method, options={"table": str(table)}, threshold_step=0)
+        manager = CacheManager(gpu(), compression_policy=policy)
+        if refused:
+            with pytest.raises(ConfigError, match="another model"):
+                manager.register(SPEC, tiny_identity(SPEC))
+        else:
+            manager.register(SPEC, tiny_identity(SPEC))
+        manager.close()
 
 
 def test_descriptions_make_the_trip_through_data(tmp_path: Path) -> None:

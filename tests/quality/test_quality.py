@@ -87,6 +87,9 @@ def test_calibrate_writes_a_table(tmp_path: Path) -> None:
     (row,) = json.loads(done.stdout)["rows"]
     assert Path(row["table"]).exists()
     assert (row["layers"], row["heads"], row["tokens"]) == (2, 2, 256)
+    assert len(row["fingerprint"]) == 32
+    named = json.loads(CliRunner().invoke(main, [*arguments, "--model-id", "ours"]).stdout)["rows"][0]
+    assert named["fingerprint"] != row["fingerprint"]
 
 
 @pytest.mark.parametrize("method", ["zip", "int8:bits=3", "pca:step=nothing"])

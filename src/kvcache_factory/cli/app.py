@@ -28,6 +28,7 @@ COMMANDS = (
     "quality",
     "replay",
     "reset",
+    "reuse",
     "state",
     "top",
     "verify",

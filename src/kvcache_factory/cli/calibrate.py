@@ -30,9 +30,16 @@ from .output import emit, json_option, progress_bar
     metavar="DIR",
     help="Directory of the table; by default that where `quality` looks.",
 )
+@click.option("--model-id", metavar="NAME", help="The name by which engines register the model, if they do.")
 @json_option
 def calibrate(
-    model: Path | None, text: Path | None, windows: int, tokens: int, out: Path | None, as_json: bool
+    model: Path | None,
+    text: Path | None,
+    windows: int,
+    tokens: int,
+    out: Path | None,
+    model_id: str | None,
+    as_json: bool,
 ) -> None:
     """Measure what a model's keys and values have in common, and write it to a file that is named by its content.
 
@@ -49,13 +56,15 @@ def calibrate(
     with progress_bar("calibrate") as progress:
         reader, tokenizer = load_reader(model, progress)
         out = out or tables_directory()
-        file = make_table(reader, tokenizer, out, text=content, num_windows=windows, tokens=tokens, progress=progress)
+        size = {"num_windows": windows, "tokens": tokens}
+        file = make_table(reader, tokenizer, out, text=content, model_id=model_id, progress=progress, **size)
     found = load(file)
     layers, heads, dim = found.geometry
     row = {
         "table": str(file),
         "bytes": file.stat().st_size,
         "model": found.model,
+        "fingerprint": found.fingerprint,
         "layers": layers,
         "heads": heads,
         "head_dim": dim,

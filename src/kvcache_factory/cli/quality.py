@@ -15,7 +15,7 @@ from .output import emit, json_option, progress_bar
     "methods",
     multiple=True,
     metavar="NAME[:PARAMETER=VALUE,...]",
-    help="A codec, such as int8 or pca:step=0.5; may be given again. By default all.",
+    help="A codec (int8, pca:step=0.5) or a way of pruning (snapkv:keep=0.25); may be given again. By default all.",
 )
 @click.option(
     "--ratio",
@@ -55,10 +55,10 @@ def quality(
     model's next words are compared with those behind the full bfloat16 cache.  Speeds are bytes of original KV a
     second of CPU time.  Needs the packages of kvcache-factory[transformers,compression].
     """
-    from ..codec.names import parse_codec
+    from ..quality.methods import parse_method
 
     for text in methods:  # before anything takes long
-        parse_codec(text)
+        parse_method(text)
     if plot is not None:
         from ..demo.plot import require_matplotlib
 

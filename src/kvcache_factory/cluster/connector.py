@@ -67,8 +67,10 @@ class ClusterConnector(OptionsConnector):
         key: str,
         refresh_interval_s: float = 30.0,
         placement: str = "SIMPLE",
+        shorter_values: bool = False,
     ) -> None:
         placement_class(placement)
+        self.shorter_values = shorter_values
         if not key:
             raise ConfigError("a cluster needs the key under which the meta service holds its membership")
         f = feature

@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from ..connector.base import Connector, ConnectorConfig
+from ..connector.base import Connector, ConnectorConfig, OptionsConnector
 from ..connector.names import connector_class, create_connector
 from ..errors import ConfigError
 from .connector import ClusterConnector
@@ -75,9 +75,10 @@ def open_cluster(
     def make(node: Node) -> Connector[bytes, Any]:
         return create_connector(config, member_options(short, options or {}, node))
 
-    feature = create_connector(config, options).feature
+    sample = create_connector(config, options)
+    shorter = isinstance(sample, OptionsConnector) and sample.shorter_values
     opened = meta_service(meta.backend, meta.url)
-    return ClusterConnector(make, feature, opened, key, meta.refresh_interval_s, meta.placement)
+    return ClusterConnector(make, sample.feature, opened, key, meta.refresh_interval_s, meta.placement, shorter)
 
 
 def member_options(connector: str, options: Mapping[str, Any], node: Node) -> dict[str, Any]:

@@ -55,14 +55,20 @@ class BlockCodec(ABC):
     Constructing one is a description; :meth:`open` loads libraries and tables.
     """
 
-    name: ClassVar[str] = ""
-    lossy: ClassVar[bool] = True
-    largest_ratio: ClassVar[float] = 2.0
+    name: str = ""
+    lossy: bool = True
+    largest_ratio: float = 2.0
     """How many times smaller it makes payloads at most, as a guess."""
 
     @abstractmethod
     def options(self) -> dict[str, Any]:
         """What it was constructed with, as plain data."""
+
+    def again(self) -> BlockCodec:
+        """Another one that does the same, unopened."""
+        made: Any = type(self)
+        codec: BlockCodec = made(**self.options())
+        return codec
 
     @abstractmethod
     def open(self, spec: BlockSpec) -> None:
@@ -108,6 +114,9 @@ class PayloadCoder(ABC):
     @abstractmethod
     def encode(self, payload: Bytes, layout: Layout, position: int) -> Encoded | str:
         """See :meth:`BlockCodec.encode`."""
+
+    def check_model(self, fingerprint: str) -> None:  # noqa: B027  most codecs are for any model
+        """Raises ConfigError where the codec is for another model than that of *fingerprint*."""
 
     @property
     @abstractmethod

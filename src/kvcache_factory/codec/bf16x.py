@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import struct
 import threading
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
@@ -31,8 +31,8 @@ class Bf16x(BlockCodec):
     heads, tokens, head_dim]``, a zstd frame each, and the other bytes of all elements in the same order.
     """
 
-    name: ClassVar[str] = "bf16x"
-    lossy: ClassVar[bool] = False
+    name = "bf16x"
+    lossy = False
 
     def __init__(self) -> None:
         self._spec: BlockSpec | None = None

@@ -57,7 +57,8 @@ class Calibration(msgspec.Struct, frozen=True):
     Attributes:
         digest: 16 bytes of the file's content.
         geometry: layers, heads and head_dim that it was made for.
-        model: fingerprint or name of the model, for people.
+        model: name of the model, for people.
+        fingerprint: of configuration and weights, as identities have it; empty where it is not known.
         turns: radians a position by which each pair of channels of a key is rotated, ``float64 [head_dim / 2]``.
         units: typical size of an element of keys (rotation undone) and of values.
         keys, values: the groups.
@@ -68,6 +69,7 @@ class Calibration(msgspec.Struct, frozen=True):
     digest: bytes
     geometry: tuple[int, int, int]
     model: str
+    fingerprint: str
     turns: npt.NDArray[np.float64]
     units: tuple[float, float]
     keys: list[Part]
@@ -82,6 +84,15 @@ class Calibration(msgspec.Struct, frozen=True):
             raise ConfigError(
                 f"the calibration {where} was made for layers, heads and head_dim {self.geometry}, the model has "
                 f"{wanted}; make one for it with: kvcache-factory calibrate"
+            )
+
+    def check_model(self, fingerprint: str, where: str) -> None:
+        """Raises ConfigError where the table was made for a model of another *fingerprint*."""
+        if self.fingerprint and self.fingerprint != fingerprint:
+            raise ConfigError(
+                f"the calibration {where} was made for another model, {self.model} ({self.fingerprint}), than this one "
+                f"({fingerprint}); make one for it with: kvcache-factory calibrate (--model-id, if it is "
+                "registered by a name)"
             )
 
 
@@ -112,11 +123,13 @@ def group_layers(num_layers: int, width: int) -> list[slice]:
     return [slice(a, b) for a, b in itertools.pairwise(cuts)]
 
 
-def fit(windows: Sequence[Floats], turns: npt.NDArray[np.float64], model: str, path: Path) -> Path:
+def fit(
+    windows: Sequence[Floats], turns: npt.NDArray[np.float64], model: str, path: Path, fingerprint: str = ""
+) -> Path:
     """Measure *windows*, each ``float32 [layers, 2, heads, tokens, head_dim]`` from position 0 on, and write the table.
 
     The first four tokens of a window, which nothing else looks like, are left out.  *path* is the directory; returns
-    the file.
+    the file.  With a *fingerprint*, no other model may use it.
     """
     cleaned = []
     for window in windows:
@@ -141,6 +154,8 @@ def fit(windows: Sequence[Floats], turns: npt.NDArray[np.float64], model: str, p
     arrays["sizes"] = sizes
     arrays["frequencies"] = _frequencies(np.concatenate([s.reshape(-1) for s in scores]), sizes)
     head = {"version": 1, "model": model, "geometry": [layers, heads, dim], "units": units}
+    if fingerprint:
+        head["fingerprint"] = fingerprint
     return _write(head, arrays, path)
 
 
@@ -270,6 +285,7 @@ def _assemble(digest: bytes, head: dict[str, Any], arrays: dict[str, Any]) -> Ca
         digest=digest,
         geometry=(layers, heads, dim),
         model=str(head["model"]),
+        fingerprint=str(head.get("fingerprint", "")),
         turns=arrays["turns"],
         units=(float(unit_k), float(unit_v)),
         keys=parts("keys"),

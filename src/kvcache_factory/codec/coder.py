@@ -13,9 +13,10 @@ from ..errors import ConfigError, FormatError, MissingDependencyError
 from ..jit import want_late, warm_up_in_background
 from . import calibration
 from .base import DOES_NOT_PAY, NO_CODEC, NO_TABLE, RAW, BlockCodec, Bytes, Encoded, PayloadCoder
+from .chain import SEPARATOR, Chain
 from .int4g import Int4g
 from .lossy import own_params
-from .names import make_codec
+from .names import behind, make_codec
 from .spectral import SpectralCodec
 
 _log = logging.getLogger("kvcache_factory")
@@ -48,8 +49,19 @@ class Coder(PayloadCoder):
         if self.codec is not None:
             want_late()
             self.codec.open(spec)
-            if isinstance(self.codec, SpectralCodec) and self._places:
-                _leave_table(Path(self.codec.table or ""), self._places[0])
+            if self._calibrated is not None and self._places:
+                _leave_table(Path(self._calibrated.table or ""), self._places[0])
+
+    @property
+    def _calibrated(self) -> SpectralCodec | None:
+        """What needs a calibration to encode."""
+        first = self.codec.first if isinstance(self.codec, Chain) else self.codec
+        return first if isinstance(first, SpectralCodec) else None
+
+    def check_model(self, fingerprint: str) -> None:
+        codec = self._calibrated
+        if codec is not None:
+            codec.calibration.check_model(fingerprint, codec.table or "")
 
     @property
     def name(self) -> str:
@@ -60,7 +72,8 @@ class Coder(PayloadCoder):
 
     def decode(self, codec: str, data: Bytes, params: bytes, layout: Layout, out: Bytes) -> str | None:
         own = own_params(params) if codec != RAW else b""
-        kind: Any = (codec, own[:16]) if codec in ("pca", "low_rank") else (codec, own) if codec == "int4g" else codec
+        head = codec.partition(SEPARATOR)[0]
+        kind: Any = (codec, own[:16]) if head in ("pca", "low_rank") else (codec, own) if head == "int4g" else codec
         with self._lock:
             reader = self._readers.get(kind)
             if reader is None:
@@ -70,18 +83,19 @@ class Coder(PayloadCoder):
     def _find(self, codec: str, own: bytes) -> BlockCodec | str:
         """What reads blocks of *codec*; where nothing does, the word for that, said once in the log."""
         assert self._spec is not None, "the coder is not open"
-        reason = NO_CODEC
+        reason, head = NO_CODEC, codec.partition(SEPARATOR)[0]
         try:
-            if codec == "int4g":
+            if head == "int4g":
                 reader: BlockCodec = Int4g.that_reads(own)
-            elif codec in ("pca", "low_rank"):
+            elif head in ("pca", "low_rank"):
                 reason = NO_TABLE
                 table = calibration.find(own[:16], self._places)
                 if table is None:
                     raise ConfigError(f"there is no calibration {own[:16].hex()} in {self._shown}")
-                reader = make_codec(codec, table=table)
+                reader = make_codec(head, table=table)
             else:
-                reader = make_codec(codec)
+                reader = make_codec(head)
+            reader = behind(reader, codec)
             reader.open(self._spec)
             want_late()
             warm_up_in_background()

@@ -5,7 +5,7 @@ Offered because other systems store it; at the same size, ``int8`` is about twen
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
@@ -23,7 +23,7 @@ _MAGIC = 12582912.0
 class Fp8(LossyCodec):
     """See the module.  Encoded: scales ``uint16 [layers, 2, heads]``, then ``[layers, 2, heads, tokens, head_dim]``."""
 
-    name: ClassVar[str] = "fp8"
+    name = "fp8"
     default_max_rel_error = 0.07
 
     def open(self, spec: BlockSpec) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import struct
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
@@ -37,8 +37,8 @@ class Int4g(LossyCodec):
         Elements of a group at most: tokens for keys, channels for values.
     """
 
-    name: ClassVar[str] = "int4g"
-    largest_ratio: ClassVar[float] = 4.0
+    name = "int4g"
+    largest_ratio = 4.0
     default_max_rel_error = 0.08
 
     def __init__(self, *, group: int = 32, max_rel_error: float | None = None) -> None:

@@ -6,7 +6,7 @@ Scales are bfloat16, rounded up, so that nothing is clipped and no range of magn
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
@@ -28,7 +28,7 @@ class Int8(LossyCodec):
     tokens]``, uint16 each, then ``int8 [layers, 2, heads, tokens, head_dim]``.
     """
 
-    name: ClassVar[str] = "int8"
+    name = "int8"
     default_max_rel_error = 0.01
 
     def open(self, spec: BlockSpec) -> None:

@@ -11,7 +11,7 @@ from ..errors import ConfigError
 from .base import BOUND_EXCEEDED, NOT_FINITE, BlockCodec, Bytes, Encoded
 from .values import Floats, is_finite, max_rel_error, narrow, rounded, widen
 
-_PARAMS = struct.Struct("<H 2x f f")  # version of the encoding, declared bound, measured error
+LOSSY_PARAMS = struct.Struct("<H 2x f f")  # version of the encoding, declared bound, measured error
 WORD = "codec_params"
 
 
@@ -65,7 +65,7 @@ class LossyCodec(BlockCodec):
         """The result, where its *error* is within the declared bound (NaN is not)."""
         if not error <= self.max_rel_error:
             return BOUND_EXCEEDED
-        return Encoded(data, _PARAMS.pack(self.version, self.max_rel_error, error) + own, error)
+        return Encoded(data, LOSSY_PARAMS.pack(self.version, self.max_rel_error, error) + own, error)
 
     def decode(self, data: Bytes, params: bytes, layout: Layout, out: Bytes) -> str | None:
         own = self._own_params(params)
@@ -79,9 +79,9 @@ class LossyCodec(BlockCodec):
 
     def _own_params(self, params: bytes) -> bytes | None:
         """Parameters of the method itself; None where they are of another version."""
-        if len(params) < _PARAMS.size or _PARAMS.unpack_from(params)[0] != self.version:
+        if len(params) < LOSSY_PARAMS.size or LOSSY_PARAMS.unpack_from(params)[0] != self.version:
             return None
-        return params[_PARAMS.size :]
+        return params[LOSSY_PARAMS.size :]
 
     @abstractmethod
     def _encode(self, values: Floats, position: int) -> tuple[Bytes, bytes] | str:
@@ -94,9 +94,9 @@ class LossyCodec(BlockCodec):
 
 def own_params(params: bytes) -> bytes:
     """The parameters of the method itself, behind those that all lossy codecs have."""
-    return params[_PARAMS.size :]
+    return params[LOSSY_PARAMS.size :]
 
 
 def measured_error(params: bytes) -> tuple[float, float] | None:
     """Declared bound and measured error of a block that a lossy codec has encoded, from its parameters."""
-    return _PARAMS.unpack_from(params)[1:3] if len(params) >= _PARAMS.size else None
+    return LOSSY_PARAMS.unpack_from(params)[1:3] if len(params) >= LOSSY_PARAMS.size else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import struct
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
@@ -29,8 +29,8 @@ class LowRank(SpectralCodec):
         the block down to this.
     """
 
-    name: ClassVar[str] = "low_rank"
-    largest_ratio: ClassVar[float] = 8.0
+    name = "low_rank"
+    largest_ratio = 8.0
     default_max_rel_error = 1.0
 
     def __init__(

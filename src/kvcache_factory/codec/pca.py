@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import struct
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
@@ -40,8 +40,8 @@ class Pca(SpectralCodec):
         The one knob: the step in units of a typical element; 0.25 is good, 0.5 is small.
     """
 
-    name: ClassVar[str] = "pca"
-    largest_ratio: ClassVar[float] = 16.0
+    name = "pca"
+    largest_ratio = 16.0
     default_max_rel_error = 0.8
 
     def __init__(

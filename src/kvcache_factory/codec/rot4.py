@@ -10,7 +10,7 @@ fill the vector and leave the others few levels.  It costs a 70th of the bytes.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
@@ -35,8 +35,8 @@ class Rot4(LossyCodec):
     squares ``uint16 [layers, 2, heads, tokens]``, then two codes a byte.
     """
 
-    name: ClassVar[str] = "rot4"
-    largest_ratio: ClassVar[float] = 4.0
+    name = "rot4"
+    largest_ratio = 4.0
     default_max_rel_error = 0.3
 
     def open(self, spec: BlockSpec) -> None:

@@ -104,15 +104,21 @@ class MemoryRegion:
         Bytes from the start of the slab to the region.
     length:
         Bytes of the region; by default the rest of the slab.
+
+    Attributes
+    ----------
+    least:
+        Bytes that a value has at least which may be got into the region; the region's length unless it is set.
     """
 
-    __slots__ = ("_slab", "addr", "length")
+    __slots__ = ("_slab", "addr", "least", "length")
 
     def __init__(self, slab: Bytes | torch.Tensor, addr: int = 0, length: int | None = None) -> None:
         size = len(slab)
         self._slab = slab
         self.addr = addr
         self.length = size - addr if length is None else length
+        self.least = self.length
         assert 0 <= addr <= addr + self.length <= size, "the region leaves its slab"
 
     @property
@@ -135,6 +141,10 @@ class MemoryRegion:
         assert self.is_host, "device memory cannot be seen from the host"
         host = self._slab if isinstance(self._slab, np.ndarray) else self._slab.numpy()
         return host[self.addr : self.addr + self.length].data
+
+    def takes(self, length: int) -> bool:
+        """Whether a value of *length* bytes may be got into the region, from its beginning on."""
+        return self.least <= length <= self.length
 
     def data_ptr(self) -> int:
         """Address of the first byte: of the host, or of the device that the slab is on."""
@@ -167,8 +177,9 @@ class MemoryRegion:
 class Connector(Generic[K, V]):
     """A store elsewhere.  Values are opaque; a region says how many bytes a value has.
 
-    A get that is OK has filled the whole region.  A value of another length is INVALID, an absent one NOT_FOUND; a
-    delete of an absent one is OK.  Methods report by status and may raise; callers expect both.
+    A get that is OK has filled the whole region, or its beginning where :meth:`MemoryRegion.takes` allows that.  A
+    value of another length is INVALID, an absent one NOT_FOUND; a delete of an absent one is OK.  Methods report by
+    status and may raise; callers expect both.
     """
 
     @classmethod
@@ -350,6 +361,8 @@ class OptionsConnector(Connector[bytes, None]):
     Options: ClassVar[type[ConnectorOptions]] = ConnectorOptions
     batched_lookups: ClassVar[bool] = False
     """Whether ``mexists(keys)`` and ``mdelete(keys)`` are there: one call, and one status for each key."""
+    shorter_values: bool = False
+    """Whether values may have fewer bytes than the regions they are got into (``MemoryRegion.least``)."""
 
     @classmethod
     def from_envs(cls, conn_id: str, executor: Executor, **kwargs: Any) -> OptionsConnector:

@@ -73,6 +73,7 @@ class RedisConnector(BlockingConnector):
     """
 
     Options: ClassVar[type[ConnectorOptions]] = RedisOptions
+    shorter_values = True
 
     def __init__(self, conn_id: str, executor: Executor, options: RedisOptions) -> None:
         super().__init__(conn_id, executor, options)
@@ -96,7 +97,9 @@ class RedisConnector(BlockingConnector):
         return self._ask(call, [Request(key, [command("EXISTS", key)]) for key in keys], _exists_status, found(False))
 
     def get_all(self, call: Call, keys: Sequence[bytes], mrs: Sequence[MemoryRegion]) -> Statuses:
-        requests = [Request(key, [command("GET", key)], view=mr.view) for key, mr in zip(keys, mrs, strict=True)]
+        requests = [
+            Request(key, [command("GET", key)], view=mr.view, least=mr.least) for key, mr in zip(keys, mrs, strict=True)
+        ]
         return self._ask(call, requests, _get_status, found(False))
 
     def put_all(self, call: Call, keys: Sequence[bytes], mrs: Sequence[MemoryRegion]) -> Statuses:
@@ -132,7 +135,7 @@ def _done_status(_: Request, answer: Answer) -> Status[Any]:
 
 def _get_status(request: Request, answer: Answer) -> Status[Any]:
     assert request.view is not None
-    if answer == len(request.view):
+    if request.least <= answer <= len(request.view):
         return Status()
     return found(False) if answer < 0 else wrong_length(request.key, answer, len(request.view))
 

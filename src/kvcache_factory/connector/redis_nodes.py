@@ -39,11 +39,12 @@ class LeftAlone(ConnectionError):
 
 
 class Request(msgspec.Struct):
-    """One command on a key; with *view*, its answer is a value that belongs there."""
+    """One command on a key; with *view*, its answer is a value that belongs there, of at least *least* bytes."""
 
     key: bytes
     buffers: list[bytes | memoryview]
     view: memoryview | None = None
+    least: int = 0
 
 
 class Server:
@@ -103,7 +104,7 @@ class Server:
             for request in requests:
                 if asking:
                     connection.reply()
-                answers.append(connection.reply() if request.view is None else connection.reply_into(request.view))
+                answers.append(_answer(connection, request))
             whole = True
         finally:
             call.on_cancel(None)
@@ -288,3 +289,9 @@ def _ask(server: Server | None, call: Call, requests: Sequence[Request], asking:
 def _put(answers: list[Answer], rows: Sequence[int], values: Sequence[Answer]) -> None:
     for i, value in zip(rows, values, strict=True):
         answers[i] = value
+
+
+def _answer(connection: RespConnection, request: Request) -> Answer:
+    if request.view is None:
+        return connection.reply()
+    return connection.reply_into(request.view, request.least)

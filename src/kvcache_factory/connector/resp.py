@@ -133,10 +133,11 @@ class RespConnection:
             return None if count < 0 else [self.reply(depth + 1) for _ in range(count)]
         raise ConnectionError(f"{self.address} does not speak the protocol of Redis")
 
-    def reply_into(self, view: memoryview) -> int | ServerError:
+    def reply_into(self, view: memoryview, least: int | None = None) -> int | ServerError:
         """Receive a value where it belongs; returns its length, -1 where there is none.
 
-        A value of another length than *view* is read away, and *view* left as it was.
+        A value longer than *view*, or shorter than *least* bytes (by default those of *view*), is read away, and *view*
+        left as it was.
         """
         line = self._line()
         if line[:1] == b"-":
@@ -144,8 +145,8 @@ class RespConnection:
         if line[:1] != b"$":
             raise ConnectionError(f"{self.address} answered a GET with {line[:1]!r}")
         size = _size(line[1:], _MAX_BULK)
-        if size == len(view):
-            self._fill(view)
+        if (len(view) if least is None else least) <= size <= len(view):
+            self._fill(view[:size])
             self._fill(memoryview(bytearray(2)))
         elif size >= 0:
             self._drain(size + 2)

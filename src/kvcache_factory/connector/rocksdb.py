@@ -56,6 +56,7 @@ class RocksDBConnector(BlockingConnector):
     """Values in RocksDB.  Its client takes and gives ``bytes``, so a value is copied once each way."""
 
     Options: ClassVar[type[ConnectorOptions]] = RocksDBOptions
+    shorter_values = True
     clock = staticmethod(time.time)
 
     def __init__(self, conn_id: str, executor: Executor, options: RocksDBOptions) -> None:
@@ -112,12 +113,12 @@ class RocksDBConnector(BlockingConnector):
     def get_all(self, call: Call, keys: Sequence[bytes], mrs: Sequence[MemoryRegion]) -> Statuses:
         statuses: Statuses = []
         for key, mr, length in zip(keys, mrs, self._lengths(keys), strict=True):
-            value = self._db.get(key) if length == mr.length else None
-            if value is not None and len(value) == mr.length:
-                mr.view[:] = value
+            value = self._db.get(key) if mr.takes(length) else None
+            if value is not None and len(value) == length:
+                mr.view[:length] = value
                 statuses.append(Status())
             else:
-                missing = length < 0 or length == mr.length
+                missing = length < 0 or mr.takes(length)
                 statuses.append(found(False) if missing else wrong_length(key, length, mr.length))
             if call.cancelled:
                 break

@@ -46,6 +46,7 @@ class SharedFilesConnector(BlockingConnector):
     """Values as files.  Nothing is removed but by ``delete``: how long files stay is their owner's rule."""
 
     Options: ClassVar[type[ConnectorOptions]] = SharedFilesOptions
+    shorter_values = True
 
     def __init__(self, conn_id: str, executor: Executor, options: SharedFilesOptions) -> None:
         super().__init__(conn_id, executor, options)
@@ -92,13 +93,13 @@ class SharedFilesConnector(BlockingConnector):
             return found(False)
         try:
             length = os.fstat(fd).st_size
-            if length != mr.length:
+            if not mr.takes(length):
                 return wrong_length(key, length, mr.length)
-            view = mr.view
+            view = mr.view[:length]
             while view:
                 count = os.readv(fd, [view])
                 if not count:
-                    return wrong_length(key, mr.length - len(view), mr.length)
+                    return wrong_length(key, length - len(view), mr.length)
                 view = view[count:]
         finally:
             os.close(fd)

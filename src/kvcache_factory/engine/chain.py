@@ -122,6 +122,12 @@ class TierChain:
             self.finding.seen = self.saving.seen = Seen(sum(tier.index.capacity for tier in self.tiers))
             self._spec = spec
 
+    def check_model(self, fingerprint: str) -> None:
+        """ConfigError where a codec of the open chain is calibrated for another model than that of *fingerprint*."""
+        for coder in [tier.coder for tier in self.tiers] + [self.remote.coder if self.remote is not None else None]:
+            if coder is not None:
+                coder.check_model(fingerprint)
+
     @staticmethod
     def _check_same_geometry(opened: BlockSpec, spec: BlockSpec) -> None:
         same = (opened.payload_bytes, opened.block_tokens) == (spec.payload_bytes, spec.block_tokens)
@@ -273,7 +279,8 @@ class TierChain:
     @property
     def compression(self) -> str:
         """The codecs that tiers encode with, by name; ``none`` without any."""
-        names = dict.fromkeys(t.coder.name for t in self.tiers if t.coder is not None and t.coder.encodes)
+        coders = [tier.coder for tier in self.tiers] + [self.remote.coder if self.remote is not None else None]
+        names = dict.fromkeys(coder.name for coder in coders if coder is not None and coder.encodes)
         return ",".join(names) or "none"
 
     def check(self) -> list[str]:

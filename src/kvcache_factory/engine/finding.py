@@ -29,7 +29,8 @@ class Finding:
         self.flow = flow
         self.leases = leases
         self.ledger = ledger
-        lossy = any(tier.coder is not None and tier.coder.lossy for tier in tiers)
+        coders = [tier.coder for tier in tiers] + ([flow.remote.coder] if flow.remote is not None else [])
+        lossy = any(coder is not None and coder.lossy for coder in coders)
         self.worst = Fidelity.BOUNDED if lossy else Fidelity.EXACT
         """What requests of this manager accept."""
         self.seen: Seen | None = None

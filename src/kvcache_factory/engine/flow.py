@@ -12,12 +12,10 @@ import numpy as np
 
 from ..block.spec import BlockSpec
 from ..errors import StoreError
-from ..memory.move import copy_slots
 from ..policy.base import NO_HINT, RequestHint
+from .copying import copy_part
 from .fetch import Fetcher
-from .images import seal
 from .io import IOPool, Lane, Ticket
-from .lasting import LastingTier
 from .ledger import Event
 from .packed import PackedTier
 from .remote import RemoteLevel
@@ -26,7 +24,7 @@ from .stages import Stages
 from .table import Keys, Rows
 from .tier import Ingestion, Tier
 from .transit import Transit
-from .values import NOT_ADMITTED, Chain, StoredChain, runs
+from .values import NOT_ADMITTED, Chain, StoredChain
 
 ENCODED_AT_ONCE = 16
 """Blocks that one background job encodes in memory."""
@@ -268,7 +266,7 @@ class Flow:
         def write() -> int:
             target.index.checksum[rows] = source.index.checksum[source_rows]
             target.index.codings[rows] = chain.codings[part]
-            return self._write(source, chain, part, target, rows)
+            return copy_part(source, chain, part, target, rows, self.transit)
 
         written = self.place(target, rows, write, event, hint)
         copied = source_rows[:written]
@@ -306,68 +304,6 @@ class Flow:
             if failed:
                 target.index.unpin(int(rows[-1]))
             target.settle()
-        return written
-
-    def _write(self, source: Tier, chain: StoredChain, part: slice, target: Tier, rows: Rows) -> int:
-        """Write the blocks *part* of *chain* to *rows* of the target; returns how many leading ones were."""
-        written = 0
-        for first, last, whole in runs(source.whole(chain.rows[part])):
-            some = slice(part.start + first, part.start + last)
-            write = self._write_whole if whole else self._write_encoded
-            done = write(source, chain, some, target, rows[first:last])
-            written += done
-            if done < last - first:
-                break
-        return written
-
-    def _write_encoded(self, source: Tier, chain: StoredChain, part: slice, target: Tier, rows: Rows) -> int:
-        """As :meth:`_write`, for blocks that the source has encoded: images as they are, or payloads decoded."""
-        assert isinstance(source, PackedTier)
-        transit, written = self.transit, 0
-        while written < len(rows):
-            slots = transit.take(len(rows) - written, wait=True)
-            some = slice(written, written + len(slots))
-            try:
-                if isinstance(target, LastingTier):
-                    for slot, number in zip(slots.tolist(), range(part.start + written, part.stop), strict=False):
-                        source.write_image(chain, number, transit.memory.view[slot])
-                    done = target.write_images(rows[some], transit.memory, slots)
-                else:
-                    offset = transit.spec.header_bytes
-                    sources = chain.rows[part][some]
-                    good = source.copy_payloads(sources, transit.memory, slots, offset)
-                    done = target.store.write(target.slots_of(rows[some][:good]), transit.memory, slots[:good], offset)
-            finally:
-                transit.give_back(slots)
-            written += done
-            if done < len(slots):
-                break
-        return written
-
-    def _write_whole(self, source: Tier, chain: StoredChain, part: slice, target: Tier, rows: Rows) -> int:
-        """As :meth:`_write`, for blocks that are in slots of the source as they are."""
-        source_slots = source.slots_of(chain.rows[part])
-        if not isinstance(target, LastingTier):
-            return target.store.write(target.slots_of(rows), source.slots, source_slots, source.payload_offset)
-        spec, transit = self.transit.spec, self.transit
-        exactly = target.rule.exactly(chain.num_blocks, spec.block_tokens)
-        if source.payload_offset:  # slot images: sealed where they are
-            seal(spec, source.slots.view, source_slots, chain, part)
-            return target.write_images(rows, source.slots, source_slots, exactly)
-        written = 0
-        while written < len(rows):
-            slots = transit.take(len(rows) - written, wait=True)
-            try:
-                some = slice(written, written + len(slots))
-                sizes = (spec.payload_bytes, 0, spec.header_bytes)
-                copy_slots(source.slots, source_slots[some], transit.memory, slots, *sizes)
-                seal(spec, transit.memory.view, slots, chain, slice(part.start + some.start, part.start + some.stop))
-                done = target.write_images(rows[some], transit.memory, slots, exactly)
-            finally:
-                transit.give_back(slots)
-            written += done
-            if done < len(slots):
-                break
         return written
 
     def _demote_if_full(self, number: int) -> None:

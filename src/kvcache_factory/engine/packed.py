@@ -17,8 +17,8 @@ from ..block.spec import PAGE, BlockSpec, Layout, round_up
 from ..codec.base import DOES_NOT_PAY, Encoded
 from ..errors import CapacityError
 from ..memory.chunks import ChunkPool, read_chunks, read_slot, write_chunks, write_slot
+from ..memory.slab import Slab
 from ..policy.base import NO_HINT, RequestHint
-from ..store.base import SlotMemory
 from .coding import decode_payload, encode_payload
 from .index import Index
 from .ledger import Event
@@ -295,8 +295,7 @@ class PackedTier(Tier):
         layout = Layout.of_code(int(index.layout[row])).value
         return decode_payload(spec, coder, coder.name, data, self._params[row], layout, out)
 
-    def copy_payloads(self, rows: Rows, memory: SlotMemory, slots: Rows, offset: int) -> int:
-        """Write the payloads of *rows*, encoded or not, to *slots* of host memory; returns how many leading ones."""
+    def copy_payloads(self, rows: Rows, memory: Slab, slots: Rows, offset: int) -> int:
         spec = self.spec
         assert spec is not None
         for number, (row, slot) in enumerate(zip(rows.tolist(), slots.tolist(), strict=True)):

@@ -16,11 +16,17 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from ..block.envelope import unpack_header
 from ..block.plan import ChainView
-from ..block.spec import BlockSpec
+from ..block.spec import PAGE, BlockSpec, round_up
+from ..codec.base import Encoded, PayloadCoder
+from ..errors import ConfigError
 from ..store.base import Operation, OutsideStore
+from .coding import ImageCoder
+from .compressing import CompressionRule
 from .io import IOPool, Lane, Ticket
 from .ledger import Event, Ledger
+from .packed import PackedTier
 from .remote_leaving import Leaving
 from .remote_names import Names
 from .remote_reads import Reads
@@ -77,6 +83,10 @@ class RemoteLevel:
         Name in the ledger.
     on_error:
         Called with whatever a background job raised.
+    coder:
+        What makes images smaller on their way out, and knows how to read those that are.
+    rule:
+        Which blocks it is for.
     """
 
     def __init__(
@@ -87,6 +97,8 @@ class RemoteLevel:
         roots: Roots,
         on_error: Callable[[Exception], None],
         name: str = "remote",
+        coder: PayloadCoder | None = None,
+        rule: CompressionRule | None = None,
     ) -> None:
         self.store = store
         self.options = options
@@ -95,7 +107,11 @@ class RemoteLevel:
         self.io = IOPool(options.workers, options.max_pending_jobs, on_error)
         self.names = Names(options.namespace, options.builder, roots)
         self.roots = roots
+        self.coder = coder
+        self.rule = rule or CompressionRule()
         self.spec: BlockSpec | None = None
+        self.images: ImageCoder | None = None
+        self._pools: list[Transit] = []
         self.reads: Reads
         self.writes: Writes
         self.leaving: Leaving | None = None
@@ -106,24 +122,33 @@ class RemoteLevel:
 
     def open(self, spec: BlockSpec, tiers: Sequence[Tier]) -> None:
         """Connect; raises StoreError, ConfigError or MissingDependencyError."""
+        if self.coder is not None:
+            self.coder.open(spec)
+            self.images = ImageCoder(self.coder, spec, self._note_encoded)
         number = max(number for number, tier in enumerate(tiers) if tier.store.memory is not None)
         source = tiers[number]
         self.spec = spec
-        # A tier without headers needs host memory in which images are put together and proven.
-        transit = None if source.payload_offset else Transit(spec)
+        # A tier without headers needs host memory in which images are put together and proven; so do those that are
+        # not stored as they are in memory.
+        whole = source.payload_offset > 0
+        transit = None if whole and not self.encodes and not isinstance(source, PackedTier) else Transit(spec)
         passing = Transit(spec) if self.options.ingestion == Ingestion.EVICTED and number == 0 else None
-        memories = [source.slots]
-        for pool in (transit, passing):
-            if pool is not None:
-                pool.give_back(pool.take(1))  # registered memory must be there from the start
-                memories.append(pool.memory)
+        self._pools = [pool for pool in (transit, passing) if pool is not None]
+        for pool in self._pools:
+            pool.give_back(pool.take(1))  # registered memory must be there from the start
         most = max(math.ceil(ABANDONED_SHARE * source.index.capacity), LEAST_ABANDONED)
-        self.store.open(spec, memories, most)
+        self.store.open(spec, [source.slots, *(pool.memory for pool in self._pools)], most)
         self.source_number = number
-        self.reads = Reads(self, source, transit)
+        self.reads = Reads(self, source, None if whole else transit)
         self.writes = Writes(self, source, transit)
         self.leaving = Leaving(self, source, passing) if passing is not None else None
         self.is_open = True
+        if self.encodes and not self.store.takes_shorter:
+            self.close()
+            raise ConfigError(
+                "this connector takes values of one length only, so that a codec would save nothing; leave the codec "
+                "out, or use REDIS, ROCKSDB, SHFS, or a connector of your own with shorter_values"
+            )
 
     def close(self) -> None:
         """End what is on its way, within seconds; idempotent.  The tiers are still open."""
@@ -132,9 +157,37 @@ class RemoteLevel:
         self.is_open = False
         self.io.close()
         self.store.close()
-        self.reads.close()
-        if self.leaving is not None:
-            self.leaving.close()
+        for pool in self._pools:
+            pool.close()
+        if self.coder is not None:
+            self.coder.close()
+
+    # -- encoding -----------------------------------------------------------------------------------------------------
+
+    @property
+    def encodes(self) -> bool:
+        """Whether what is written goes through a codec."""
+        return self.coder is not None and self.coder.encodes
+
+    def encode(self, pool: Transit, slots: Rows, depths: Sequence[int], chain_blocks: int) -> list[int] | None:
+        """Encode sealed images of a chain of so many blocks where they are, in *slots* of *pool*.
+
+        Returns the bytes of each that must be stored; None where nothing encodes, and all are stored whole.
+        """
+        if self.images is None or not self.encodes:
+            return None
+        spec, coder, sizes = pool.spec, self.images.coder, []
+        exactly = self.rule.exactly(chain_blocks, spec.block_tokens)
+        for slot, depth in zip(slots.tolist(), depths, strict=True):
+            image = pool.memory.view[slot]
+            if coder.lossy and exactly(depth):
+                sizes.append(spec.slot_bytes)
+                continue
+            reason = self.images.encode(image.copy(), depth, image)
+            self.count(Event.KEPT_RAW, 1 if reason else 0, reason)
+            header = unpack_header(image[: spec.header_bytes].data)
+            sizes.append(spec.header_bytes + round_up(header.payload_bytes, PAGE))
+        return sizes
 
     # -- asking -------------------------------------------------------------------------------------------------------
 
@@ -241,6 +294,11 @@ class RemoteLevel:
             assert self.spec is not None
             self.ledger.add(self.name, event, blocks, blocks * self.spec.slot_bytes, reason)
 
+    def _note_encoded(self, made: Encoded) -> None:
+        assert self.coder is not None
+        self.ledger.add(self.name, Event.ENCODED, 1, len(made.data), self.coder.name)
+        self.ledger.note_worst(self.name, f"codec_error_{self.coder.name}", made.max_rel_error)
+
     def timing(self, operation: str) -> AbstractContextManager[None]:
         """Measure what is inside as an *operation* of this level, if durations are measured."""
         return self.ledger.timing(self.name, operation)
@@ -250,6 +308,7 @@ class RemoteLevel:
         return {
             "tier": self.name,
             "ingestion": self.options.ingestion.value,
+            "codec": self.coder.name if self.coder is not None else "raw",
             "waiting_jobs": self.io.pending,
             "tokens_in_flight": self.writes.tokens_in_flight if self.is_open else 0,
             **self.store.state(),

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from ..memory.move import copy_slots
 from ..store.base import Operation
 from .images import seal
 from .io import Lane
@@ -70,10 +69,6 @@ class Leaving:
             for name in self._on_their_way.keys() & set(names):
                 self._on_their_way[name] = True
 
-    def close(self) -> None:
-        """Free the slots."""
-        self._passing.close()
-
     def _send(self, chain: StoredChain, blocks: npt.NDArray[np.int64]) -> int:
         """Copy these *blocks*, as many leading ones as there are slots, and queue them; returns how many."""
         level, passing, spec = self._level, self._passing, self._passing.spec
@@ -81,9 +76,7 @@ class Leaving:
         count = len(slots)
         if not count:
             return 0
-        source = self._source
-        offsets = source.payload_offset, spec.header_bytes
-        copy_slots(source.slots, chain.rows[blocks[:count]], passing.memory, slots, spec.payload_bytes, *offsets)
+        self._source.copy_payloads(chain.rows[blocks[:count]], passing.memory, slots, spec.header_bytes)
         names = level.names.of(chain, blocks[:count].tolist())
         with self._lock:
             self._on_their_way.update(dict.fromkeys(names, False))
@@ -95,11 +88,12 @@ class Leaving:
     def _write(self, chain: StoredChain, blocks: npt.NDArray[np.int64], slots: Rows, names: list[bytes]) -> None:
         level, step, done = self._level, self._level.options.op_batch, 0
         seal(self._passing.spec, self._passing.memory.view, slots, chain, blocks)
+        sizes = level.encode(self._passing, slots, blocks.tolist(), chain.num_blocks)
         level.names.remember(names)
         going = True
         for start in range(0, len(slots), step):
             part = slice(start, start + step)
-            operation = self._put(names[part], slots[part]) if going else None
+            operation = self._put(names[part], slots[part], sizes and sizes[part]) if going else None
             end = partial(self._end, slots[part], names[part])
             if operation is None:
                 end()
@@ -112,9 +106,10 @@ class Leaving:
             reason = operation.reason if operation.done else "timeout"
         level.count(Event.NOT_STORED, len(slots) - done, reason)
 
-    def _put(self, names: list[bytes], slots: Rows) -> Operation:
+    def _put(self, names: list[bytes], slots: Rows, sizes: list[int] | None) -> Operation:
+        deadline_s = self._level.deadline_s(len(slots))
         with self._level.timing("put"):
-            return self._level.store.put(names, self._passing.memory, slots, self._level.deadline_s(len(slots)))
+            return self._level.store.put(names, self._passing.memory, slots, deadline_s, sizes=sizes)
 
     def _end(self, slots: Rows, names: list[bytes]) -> None:
         self._passing.give_back(slots)

@@ -24,7 +24,7 @@ from .values import Reservation
 if TYPE_CHECKING:
     from .remote import RemoteLevel
 
-_KEPT = UNREADABLE_HERE | {"not_exact", "codec", "header_version"}
+_KEPT = UNREADABLE_HERE | {"not_exact", "codec", "codec_params", "header_version"}
 """Reasons for a miss that say nothing against the value: somebody else can use it."""
 
 
@@ -49,11 +49,6 @@ class Reads:
         """Start a read in the background; None when there is no room for it."""
         end = time.monotonic() + deadline_s
         return self._level.io.submit(Lane.LOAD, partial(self._run, chain, root, after, end))
-
-    def close(self) -> None:
-        """Free what only the way needed."""
-        if self._transit is not None:
-            self._transit.close()
 
     def _run(self, chain: ChainView, root: int, after: Ticket | None, end: float) -> None:
         """Batch by batch, until something is missing, fails or is late."""
@@ -100,18 +95,18 @@ class Reads:
 
     def _fill(self, chain: ChainView, reserved: Reservation, names: list[bytes], end: float) -> tuple[int, str]:
         """Read into reserved rows, prove what came, and commit the leading good ones."""
-        slots = self._transit.take(len(names)) if self._transit is not None else reserved.rows
+        slots = self.source.slots_of(reserved.rows) if self._transit is None else self._transit.take(len(names))
         rows, rest = reserved.rows[: len(slots)], reserved.rows[len(slots) :]
         self.source.abort(rest)
         names = names[: len(slots)]
         if not len(slots):
             return 0, "no_transit"
         with self._level.timing("get"):
-            operation = self._get(names, rows, slots, end)
+            operation = self._get(names, self.source.slots_of(rows), slots, end)
         if not operation.done:
             operation.then(partial(self._let_go, rows, slots))
             return 0, "timeout"
-        if operation.reason == "invalid":  # of another size: no image of ours
+        if operation.reason == "invalid" and not self._only_whole:  # of another size: no image of ours
             self._level.count(Event.LOAD_FAILED, 1, operation.reason)
             self._level.forget([names[operation.count]])
         images, reason = self._prove(chain, reserved.first, names, slots[: operation.count])
@@ -119,10 +114,16 @@ class Reads:
         self._keep(rows, slots, images)
         return good, reason or _reason(operation) or "no_transit"
 
+    @property
+    def _only_whole(self) -> bool:
+        """Whether an encoded image cannot be got, as its place is in two memories."""
+        store = self._level.store
+        return self._transit is not None and store.takes_device_memory("get") and store.takes_shorter
+
     def _get(self, names: list[bytes], rows: Rows, slots: Rows, end: float) -> Operation:
         left, store = end - time.monotonic(), self._level.store
         if self._transit is None:
-            return store.get(names, self.source.slots, rows, left)
+            return store.get(names, self.source.slots, slots, left)
         if not store.takes_device_memory("get"):
             return store.get(names, self._transit.memory, slots, left)
         operation = store.get(names, self.source.slots, rows, left, (self._transit.memory, slots))
@@ -141,8 +142,9 @@ class Reads:
         view: npt.NDArray[np.uint8] = self.source.slots.view if self._transit is None else self._transit.memory.view
         images: list[Image] = []
         for number, slot in enumerate(slots.tolist()):
-            proven = prove(spec, view[slot], chain, first + number)
-            if isinstance(proven, Image) and proven.fidelity:
+            refused = self._level.images.decode(view[slot]) if self._level.images is not None else None
+            proven = refused or prove(spec, view[slot], chain, first + number)
+            if isinstance(proven, Image) and proven.fidelity > self.source.index.accepts:
                 proven = "not_exact"
             if isinstance(proven, str):
                 self._level.count(Event.LOAD_FAILED, len(slots) - number, proven)
@@ -160,11 +162,14 @@ class Reads:
             spec = self._transit.spec
             if good and not self._level.store.takes_device_memory("get"):
                 copy_slots(
-                    self._transit.memory, slots[:good], source.slots, kept, spec.payload_bytes, spec.header_bytes, 0
-                )
+                    self._transit.memory, slots[:good], source.slots, source.slots_of(kept), spec.payload_bytes,
+                    spec.header_bytes, 0,
+                )  # fmt: skip
             self._transit.give_back(slots)
         if good:
             index.layout[kept] = [image.layout for image in images]
+            index.fidelity[kept] = np.maximum(index.fidelity[kept], [image.fidelity for image in images])
+            index.codings[kept] = [image.generation for image in images]
             index.checksum[kept] = [image.payload_checksum for image in images]
             tip = int(kept[-1])
             index.pin(tip)

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from ..memory.move import copy_slots
 from ..store.base import Operation
 from .images import seal
 from .io import Lane
@@ -33,7 +32,7 @@ class Writes:
     source:
         The memory tier whose blocks are written.
     transit:
-        Host memory in which images are put together, where *source* keeps payloads only.
+        Host memory in which images are put together, where they are not written as they are in *source*.
     """
 
     def __init__(self, level: RemoteLevel, source: Tier, transit: Transit | None) -> None:
@@ -149,15 +148,21 @@ class Writes:
             level.names.remember(names)
             return level.store.put(names, source.slots, rows, level.deadline_s(len(rows))), len(rows)
         slots = self._transit.take(len(rows), wait=level.options.max_wait_s)
-        rows, part, names = rows[: len(slots)], part[: len(slots)], names[: len(slots)]
-        copy_slots(source.slots, rows, self._transit.memory, slots, spec.payload_bytes, 0, spec.header_bytes)
-        seal(spec, self._transit.memory.view, slots, chain, part)
+        try:
+            taken = source.copy_payloads(rows[: len(slots)], self._transit.memory, slots, spec.header_bytes)
+            rows, part, names, sent = rows[:taken], part[:taken], names[:taken], slots[:taken]
+            seal(spec, self._transit.memory.view, sent, chain, part)
+            sizes = level.encode(self._transit, sent, part.tolist(), chain.num_blocks)
+        except BaseException:
+            self._transit.give_back(slots)
+            raise
         level.names.remember(names)
         deadline_s, memory = level.deadline_s(len(rows)), self._transit.memory
-        if level.store.takes_device_memory("put"):
-            operation = level.store.put(names, source.slots, rows, deadline_s, (memory, slots))
+        on_device = not source.payload_offset and bool(source.whole(rows).all())
+        if sizes is None and on_device and level.store.takes_device_memory("put"):
+            operation = level.store.put(names, source.slots, source.slots_of(rows), deadline_s, (memory, sent))
         else:
-            operation = level.store.put(names, memory, slots, deadline_s)
+            operation = level.store.put(names, memory, sent, deadline_s, sizes=sizes)
         operation.then(partial(self._transit.give_back, slots))
         return operation, len(rows)
 

@@ -15,6 +15,8 @@ from ..block.envelope import checksum
 from ..block.spec import BlockSpec
 from ..codec.base import Encoded, ImageCodec, PayloadCoder
 from ..errors import CapacityError
+from ..memory.move import copy_slots
+from ..memory.slab import Slab
 from ..policy.base import NO_HINT, EvictionPolicy, RequestHint
 from ..store.base import SlotMemory, Store
 from .compressing import CompressionRule
@@ -141,6 +143,15 @@ class Tier:
     def slots_of(self, rows: Rows) -> Rows:
         """The slots of *rows*, which must be whole."""
         return rows
+
+    def copy_payloads(self, rows: Rows, memory: Slab, slots: Rows, offset: int) -> int:
+        """Write the payloads of *rows*, which the caller holds, to *slots* of host memory, from byte *offset* on.
+
+        Returns how many leading ones could be written.
+        """
+        assert self.spec is not None
+        copy_slots(self.slots, self.slots_of(rows), memory, slots, self.spec.payload_bytes, self.payload_offset, offset)
+        return len(rows)
 
     def whole(self, rows: Rows) -> npt.NDArray[np.bool_]:
         """Which of *rows* are in slots, as they are."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..cluster.opening import KEYS
+from ..codec.names import named_codec
 from ..connector.base import OptionsConnector, options_from_env
 from ..connector.names import connector_class
 from ..errors import ConfigError
@@ -74,7 +76,7 @@ class Draft:
             elif part == "policy":
                 self._set_policy(row, name, value)
             elif part and row.field not in ("l2_cache_backend", "meta_service_backend"):
-                place[name] = value.lower() if field == "l2_cache_ingestion_type" else value
+                place[name] = _PUT_AS.get(field, _as_it_is)(value)
         self._set_the_rest(given)
 
     def _choose_levels(self, given: Mapping[str, Any]) -> None:
@@ -143,8 +145,6 @@ class Draft:
             self.config.pop("profiling_server", None)
         elif "profiling_server_address" in given and self.config.get("profiling_server"):
             self.config["profiling_server"] = given["profiling_server_address"]
-        if given.get("l2_cache_compression"):
-            self.notes.append(f"{PREFIX}L2_CACHE_COMPRESSION is not applied: blocks are stored as they are")
         if "double_get_threshold" in given:
             if self.remote is None:
                 self._note_useless(ROW_OF["double_get_threshold"])
@@ -154,6 +154,20 @@ class Draft:
         if given.get("l1_cache_enabled") is False:
             self._without_memory()
         self._check_meta_service()
+        self._check_codec(given)
+
+    def _check_codec(self, given: Mapping[str, Any]) -> None:
+        """A connector whose values have one length gets them as they are: the variable had no effect there before."""
+        remote = self.remote
+        if remote is None or not given.get("l2_cache_compression") or remote.get("codec") is None:
+            return
+        with contextlib.suppress(ConfigError):  # said elsewhere, with what to do
+            made = connector_class(remote["connector"])
+            if not (issubclass(made, OptionsConnector) and made.shorter_values):
+                del remote["codec"]
+                self.notes.append(
+                    f"{PREFIX}L2_CACHE_COMPRESSION has no effect: {remote['connector']} takes values of one length only"
+                )
 
     def _check_meta_service(self) -> None:
         remote = self.remote or {}
@@ -215,6 +229,11 @@ class Draft:
         return value.upper() if row.field in _CAPITALS and value is not None else value
 
 
+def _as_it_is(value: Any) -> Any:
+    return value
+
+
+_PUT_AS: dict[str, Callable[[Any], Any]] = {"l2_cache_ingestion_type": str.lower, "l2_cache_compression": named_codec}
 _CAPITALS = ("l2_cache_ingestion_type", "l1_cache_eviction_policy")
 
 

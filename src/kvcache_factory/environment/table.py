@@ -12,6 +12,8 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from ..codec.names import named_codec
+from ..errors import ConfigError
 from ..policy.names import known_policies
 
 PREFIX = "AIBRIX_KV_CACHE_OL_"
@@ -73,6 +75,18 @@ def _is_limit(value: int) -> bool:
     return value == -1 or value > 0
 
 
+def _is_codec(text: str) -> bool:
+    try:
+        named_codec(text)
+    except ConfigError:
+        return False
+    return True
+
+
+_CODEC = {
+    "allowed": "a codec, such as bf16x, int8 or int8:max_rel_error=0.01; ZSTD, LZ4 and the like mean bf16x, lossless",
+    "ok": _is_codec,
+}
 _LIMIT = {"allowed": "-1 or a whole number above 0", "ok": _is_limit}
 _CIDR = {"allowed": "an address range in CIDR notation, such as 0.0.0.0/0", "ok": _is_cidr}
 _PAIR = {"allowed": "a number of blocks, or blocks and a share from 0 to 1, such as 4,0.1", "ok": _is_pair}
@@ -137,7 +151,7 @@ class Environment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     l2_cache_namespace: Annotated[
         str, at("remote.namespace", "first part of every key", "a name that is not empty", bool)
     ] = "aibrix"
-    l2_cache_compression: Annotated[str, at("", "codec for L2 values; blocks are stored as they are")] = ""
+    l2_cache_compression: Annotated[str, at("remote.codec", "codec for L2 values; empty = none", **_CODEC)] = ""
     l2_cache_op_batch: Annotated[int, at("remote.op_batch", "blocks per batch", ge=1)] = 32
     l2_cache_per_token_timeout_ms: Annotated[
         float, at("remote.per_token_timeout_ms", "deadline of an L2 call = tokens × this", gt=0)

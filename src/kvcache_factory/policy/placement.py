@@ -44,7 +44,7 @@ def policy_at(policy: EvictionPolicy, kind: str) -> EvictionPolicy:
 
 def compresses(policy: EvictionPolicy, kind: str) -> bool:
     """Whether what *policy* chooses in a level of *kind* is encoded there before anything leaves."""
-    return kind != "disk" and any(m.action == "compress" and _decides(m, kind) for m in _members(policy))
+    return kind in ("gpu", "cpu") and any(m.action == "compress" and _decides(m, kind) for m in _members(policy))
 
 
 def swap_level(policy: EvictionPolicy, number: int, kinds: Sequence[str]) -> int | None:

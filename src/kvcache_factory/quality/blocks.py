@@ -10,7 +10,7 @@ import numpy as np
 from ..block.spec import BlockSpec, Layout
 from ..codec.base import BlockCodec, Bytes, Encoded
 from ..codec.values import from_bf16
-from .reader import KV
+from .reader import KV, PrunedKV
 
 EXACT_BLOCKS = 1
 """Blocks at the beginning that stay as they are, as the policy keeps them by default."""
@@ -20,7 +20,7 @@ _REPEATS = 3
 class Coded(msgspec.Struct, frozen=True):
     """A prefix that has been through a codec; sizes and errors are those of the blocks that the codec was given."""
 
-    kv: KV
+    kv: KV | PrunedKV
     blocks: int
     kept_raw: int
     bytes_before: int

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -13,9 +16,16 @@ from transformers import DynamicCache
 from ..block.spec import BlockSpec, KVDtype, RopeParameters
 from ..errors import LayoutError
 from ..integration.transformers.layout import cache_argument
+from ..integration.transformers.pruned import MaskCut, PrunedCache
 
 KV = npt.NDArray[np.uint16]
 """Keys and values of a prefix, bfloat16 bits ``[layers, 2, heads, tokens, head_dim]``."""
+
+
+class PrunedKV(msgspec.Struct, frozen=True):
+    """A prefix of which tokens are gone; ``fresh`` gives a cache of what is left."""
+
+    fresh: Callable[[], PrunedCache]
 
 
 class Reader:
@@ -54,14 +64,14 @@ class Reader:
         """Bytes of KV (1e9) that a second of CPU time computes."""
         return self.read_bytes / self.read_seconds / 1e9 if self.read_seconds else 0.0
 
-    def log_probabilities(self, kv: KV, ids: list[int]) -> Any:
+    def log_probabilities(self, kv: KV | PrunedKV, ids: list[int]) -> Any:
         """Of all tokens, after each of *ids* behind the prefix of *kv*: ``float32 [len(ids), vocabulary]``."""
         with torch.inference_mode():
-            return torch.log_softmax(self._forward(ids, _cache(kv)).logits[0].float(), dim=-1)
+            return torch.log_softmax(self._forward(ids, cache_of(kv)).logits[0].float(), dim=-1)
 
-    def greedy(self, kv: KV, first: int, count: int) -> list[int]:
+    def greedy(self, kv: KV | PrunedKV, first: int, count: int) -> list[int]:
         """The *count* tokens that follow *first* behind the prefix of *kv*."""
-        cache, token, found = _cache(kv), first, []
+        cache, token, found = cache_of(kv), first, []
         with torch.inference_mode():
             for _ in range(count):
                 token = int(self._forward([token], cache).logits[0, -1].argmax())
@@ -69,10 +79,14 @@ class Reader:
         return found
 
     def _forward(self, ids: list[int], cache: Any, **options: Any) -> Any:
-        return self.model(input_ids=torch.tensor([ids]), use_cache=True, **{self._cache_name: cache}, **options)
+        with MaskCut(self.model, cache) if isinstance(cache, PrunedCache) else nullcontext():
+            return self.model(input_ids=torch.tensor([ids]), use_cache=True, **{self._cache_name: cache}, **options)
 
 
-def _cache(kv: KV) -> Any:
+def cache_of(kv: KV | PrunedKV) -> Any:
+    """A cache of one's own that holds *kv*."""
+    if isinstance(kv, PrunedKV):
+        return kv.fresh()
     cache = DynamicCache()
     tensors = torch.from_numpy(kv.view(np.int16)).view(torch.bfloat16).to(torch.float32)
     for layer in range(len(kv)):

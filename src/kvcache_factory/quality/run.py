@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +12,21 @@ import numpy as np
 from ..block.spec import DEFAULT_BLOCK_TOKENS
 from ..codec.base import RAW, BlockCodec
 from ..codec.low_rank import LowRank
-from ..codec.names import parse_codec
 from ..codec.pca import Pca
 from ..codec.spectral import SpectralCodec
 from ..demo.model import Progress, load_model, silent
 from ..errors import ConfigError
+from ..integration.transformers.pruning import PruningMethod
 from ..jit import is_warm, want_late, warm_up
 from .blocks import EXACT_BLOCKS, Coded, speed, through
 from .calibrate import find_or_make
+from .methods import parse_method, turned
+from .pruned import prune
 from .reader import KV, Reader
 from .texts import ANSWER, QUESTION, chapters, windows, with_needle
 
 METHODS = ("raw", "bf16x", "int8", "fp8", "int4g", "rot4", "pca:step=0.25", "pca:step=0.5", "low_rank:rank=0.25")
+PRUNING_METHODS = ("streaming", "h2o", "snapkv", "pyramidkv", "l2norm", "keydiff")
 QUICK_METHODS = ("raw", "bf16x", "int8", "fp8", "int4g", "rot4")
 _DEPTHS = (0.1, 0.3, 0.5, 0.7, 0.9)
 
@@ -46,6 +49,7 @@ QUICK = Plan(windows=1, tokens=1024, forward=128, greedy=0, depths=())
 class Window(msgspec.Struct, frozen=True):
     """A prefix and what the model makes of it with its full cache."""
 
+    ids: list[int]
     kv: KV
     onward: list[int]
     again: list[int]
@@ -57,6 +61,7 @@ class Window(msgspec.Struct, frozen=True):
 class Needle(msgspec.Struct, frozen=True):
     """A prefix with a needle, the question, and the tokens of the answer."""
 
+    ids: list[int]
     kv: KV
     question: list[int]
     answer: list[int]
@@ -78,16 +83,19 @@ def run_quality(
     of the demo's model, which is made when it is not there.  Raises ConfigError and MissingDependencyError.
     """
     plan = plan or (QUICK if quick else Plan())
-    codecs = {text: parse_codec(text) for text in methods or (QUICK_METHODS if quick else METHODS)}
+    parsed = {text: parse_method(text) for text in methods or (QUICK_METHODS if quick else METHODS + PRUNING_METHODS)}
     reader, tokenizer = load_reader(model, progress)
     want_late()
     warm_up()
     kvs, needles = _read(reader, tokenizer, plan, progress)
     rows = []
-    for done, (text, codec) in enumerate(codecs.items()):
-        progress(done, len(codecs), text)
-        ready = _ready(codec, reader, tokenizer, ratio, table, kvs[0].kv, progress)
-        rows.append(_measure(text.partition(":")[0], ready, reader, kvs, needles, plan))
+    for done, (text, method) in enumerate(parsed.items()):
+        progress(done, len(parsed), text)
+        if isinstance(method, BlockCodec):
+            ready = _ready(method, reader, tokenizer, ratio, table, kvs[0].kv, progress)
+            rows.append(_measure_codec(text.partition(":")[0], ready, reader, kvs, needles, plan))
+        else:
+            rows.append(_measure_pruning(turned(method, ratio), reader, kvs, needles, plan))
     progress(1, 1, "done")
     return rows
 
@@ -124,13 +132,14 @@ def _read(reader: Reader, tokenizer: Any, plan: Plan, progress: Progress) -> tup
         kv = reader.read(prefix)
         log, again_log = (reader.log_probabilities(kv, part) for part in (onward, again))
         greedy = reader.greedy(kv, onward[0], plan.greedy) if plan.greedy else []
-        found.append(Window(kv, onward, again, log, again_log, greedy))
+        found.append(Window(prefix, kv, onward, again, log, again_log, greedy))
     question = tokenizer(QUESTION, add_special_tokens=False)["input_ids"]
     answer = tokenizer(ANSWER, add_special_tokens=False)["input_ids"]
     hay = windows(tokenizer, chapters(0), len(plan.depths), plan.tokens // 2) if plan.depths else []
     for number, (depth, ids) in enumerate(zip(plan.depths, hay, strict=True)):
         progress(plan.windows + number, jobs, "hiding needles")
-        needles.append(Needle(reader.read(with_needle(tokenizer, ids, depth)), question, answer))
+        hidden = with_needle(tokenizer, ids, depth)
+        needles.append(Needle(hidden, reader.read(hidden), question, answer))
     return found, needles
 
 
@@ -172,17 +181,49 @@ def _search(codec: Pca, ratio: float, reader: Reader, kv: KV) -> Pca:
     return Pca(step=round((low * high) ** 0.5, 4), table=codec.table, max_rel_error=codec.max_rel_error)
 
 
-def _measure(name: str, codec: BlockCodec, reader: Reader, kvs: list[Window], needles: list[Needle], plan: Plan) -> Row:
-    coded = [through(codec, window.kv, reader.spec) for window in kvs]
-    rows = [_compare(reader, window, one) for window, one in zip(kvs, coded, strict=True)]
+def _measure_codec(
+    name: str, codec: BlockCodec, reader: Reader, kvs: list[Window], needles: list[Needle], plan: Plan
+) -> Row:
+    def apply(prefix: Window | Needle) -> Coded:
+        return through(codec, prefix.kv, reader.spec)
+
     encode, decode = speed(codec, kvs[0].kv, reader.spec) if name != RAW else (None, None)
-    found = [_finds(reader, needle, through(codec, needle.kv, reader.spec)) for needle in needles]
     options = {key: value for key, value in codec.options().items() if key != "table"}
+    parameters = ",".join(f"{key}={value}" for key, value in options.items())
+    row = _measure(name, parameters, apply, reader, kvs, needles, plan)
+    return {**row, "encode_gbps": encode, "decode_gbps": decode}
+
+
+def _measure_pruning(
+    method: PruningMethod, reader: Reader, kvs: list[Window], needles: list[Needle], plan: Plan
+) -> Row:
+    """No error of an element: what is kept is exact, and what is gone has none."""
+
+    def apply(prefix: Window | Needle) -> Coded:
+        return prune(reader.model, prefix.kv, prefix.ids, method)
+
+    others = [part for part in str(method).partition(":")[2].split(",") if part and not part.startswith("keep=")]
+    parameters = [f"keep={method.keep:.4g}", *others]
+    return _measure(method.name, ",".join(parameters), apply, reader, kvs, needles, plan)
+
+
+def _measure(
+    name: str,
+    parameters: str,
+    apply: Callable[[Window | Needle], Coded],
+    reader: Reader,
+    kvs: list[Window],
+    needles: list[Needle],
+    plan: Plan,
+) -> Row:
+    coded = [apply(window) for window in kvs]
+    rows = [_compare(reader, window, one) for window, one in zip(kvs, coded, strict=True)]
+    found = [_finds(reader, needle, apply(needle)) for needle in needles]
     ratio = sum(c.bytes_before for c in coded) / sum(c.bytes_after for c in coded)
     mean = {key: float(np.mean([row[key] for row in rows])) for key in rows[0]}
     return {
         "method": name,
-        "parameters": ",".join(f"{key}={value}" for key, value in options.items()),
+        "parameters": parameters,
         "ratio": ratio,
         "bytes_per_token": reader.spec.bytes_per_token / ratio,
         "kl": mean["kl"],
@@ -192,8 +233,8 @@ def _measure(name: str, codec: BlockCodec, reader: Reader, kvs: list[Window], ne
         "recall_kl": mean["recall_kl"],
         "needle": float(np.mean(found)) if found else None,
         "greedy_tokens": mean["greedy"] if plan.greedy else None,
-        "encode_gbps": encode,
-        "decode_gbps": decode,
+        "encode_gbps": None,
+        "decode_gbps": None,
         "recompute_gbps": reader.read_gbps,
         "max_rel_error": max(c.max_rel_error for c in coded),
         "rms_rel_error": max(c.rms_rel_error for c in coded),

@@ -297,6 +297,8 @@ class OutsideStore(ABC):
     ) -> Operation:
         """Fill whole *slots* with the images of *names*; those behind the leading run may hold anything.
 
+        Where images were stored shorter, so is what is filled, and the rest of the slot stays as it is.
+
         *headers*: host slots for the headers where *memory* is that of a device and holds payloads.
         """
 
@@ -308,12 +310,21 @@ class OutsideStore(ABC):
         slots: Slots,
         deadline_s: float,
         headers: tuple[SlotMemory, Slots] | None = None,
+        sizes: Sequence[int] | None = None,
     ) -> Operation:
-        """Store the images in *slots* under *names*, replacing what is there."""
+        """Store the images in *slots* under *names*, replacing what is there.
+
+        *sizes*: bytes from the beginning of each slot that are stored, where :attr:`takes_shorter`; by default all.
+        """
 
     @abstractmethod
     def delete(self, names: Sequence[bytes], deadline_s: float) -> Operation:
         """Remove *names*; what is not there counts as removed."""
+
+    @property
+    @abstractmethod
+    def takes_shorter(self) -> bool:
+        """Whether images may be stored, and come back, without the end of their slots."""
 
     @abstractmethod
     def takes_device_memory(self, way: str) -> bool:

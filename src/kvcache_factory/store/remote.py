@@ -164,6 +164,9 @@ class RemoteStore(OutsideStore):
         headers: tuple[SlotMemory, Slots] | None = None,
     ) -> Operation:
         regions = self._regions(memory, slots, headers)
+        for region in regions if self.takes_shorter else []:
+            if isinstance(region, MemoryRegion):
+                region.least = self._header_bytes
         return self._do(len(names), lambda: self._fetch(names, regions), deadline_s)
 
     def put(
@@ -173,14 +176,22 @@ class RemoteStore(OutsideStore):
         slots: Slots,
         deadline_s: float,
         headers: tuple[SlotMemory, Slots] | None = None,
+        sizes: Sequence[int] | None = None,
     ) -> Operation:
         regions = self._regions(memory, slots, headers)
+        if sizes is not None:
+            pairs = zip(slots.tolist(), sizes, strict=True)
+            regions = [_region(memory, slot, size) for slot, size in pairs]
         if self._feature.zero_copy:
             return self._do(len(names), lambda: self._lent(put_lent, names, regions), deadline_s)
         return self._do(len(names), lambda: self._move("put", names, regions), deadline_s)
 
     def delete(self, names: Sequence[bytes], deadline_s: float) -> Operation:
         return self._do(len(names), lambda: self._each("delete", names), deadline_s)
+
+    @property
+    def takes_shorter(self) -> bool:
+        return isinstance(self._connector, OptionsConnector) and self._connector.shorter_values
 
     def takes_device_memory(self, way: str) -> bool:
         """Whether values may lie in device memory on their *way*, ``"put"`` or ``"get"``."""

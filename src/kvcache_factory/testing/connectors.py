@@ -203,6 +203,23 @@ class ConnectorTests(ABC):
         assert np.array_equal(memory.bytes, before)
         assert np.array_equal(memory.row(before, 4)[memory.size // 2 :], memory.original(4)[memory.size // 2 :])
 
+    def test_a_shorter_value_is_taken_where_the_region_allows_it(
+        self, connector: Connector[bytes, Any], call: Call, memory: Memory
+    ) -> None:
+        """It fills the beginning and nothing else; below the least, or without ``shorter_values``, it need not."""
+        half = memory.part(0, memory.size // 2)
+        assert call(connector.put(b"short", half)).is_ok()
+        region, strict = memory[1], memory[2]
+        region.least, strict.least = memory.size // 2, memory.size // 2 + 1
+        assert failed(call, connector.get(b"short", strict))
+        before = memory.bytes.copy()
+        if not getattr(connector, "shorter_values", False):
+            return
+        assert call(connector.get(b"short", region)).is_ok()
+        expected = memory.row(before, 1)
+        expected[: memory.size // 2] = memory.row(before, 0)[: memory.size // 2]
+        assert np.array_equal(memory.row(memory.bytes, 1), expected)
+
     def test_the_source_is_the_callers_again_when_the_call_ends(
         self, connector: Connector[bytes, Any], call: Call, memory: Memory
     ) -> None:

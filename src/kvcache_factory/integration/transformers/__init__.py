@@ -8,5 +8,37 @@ adapter.detach()
 
 from .adapter import TransformersCacheAdapter
 from .chat import ChatReply
+from .pruning import (
+    H2O,
+    KeyDiff,
+    L2Norm,
+    PruningMethod,
+    PyramidKV,
+    Seen,
+    SnapKV,
+    StreamingLLM,
+    parse_pruning,
+    register_pruning,
+)
+from .reuse import Reuse
+from .special import Generated
+from .tiered import TieredCache, TieredCacheLayer
 
-__all__ = ["ChatReply", "TransformersCacheAdapter"]
+__all__ = [
+    "H2O",
+    "ChatReply",
+    "Generated",
+    "KeyDiff",
+    "L2Norm",
+    "PruningMethod",
+    "PyramidKV",
+    "Reuse",
+    "Seen",
+    "SnapKV",
+    "StreamingLLM",
+    "TieredCache",
+    "TieredCacheLayer",
+    "TransformersCacheAdapter",
+    "parse_pruning",
+    "register_pruning",
+]

@@ -18,12 +18,16 @@ from .chat import ChatReply, Conversation, Message
 from .first_token import FirstToken
 from .hook import GenerateHook, check_free, plain_generate
 from .layout import base_model, cache_argument, describe
+from .pruning import PruningMethod
 from .request import Request
+from .reuse import Reuse
+from .special import Generated, request_maker
 from .weights import WeightWatch, adapter_digest, fingerprint
 
 if TYPE_CHECKING:
     from ...keyspace import KeySpace
     from ...manager import CacheManager
+    from ...policy.compression import CompressionPolicy
     from ...session import Session
 
 _NUMBERS = itertools.count(1)
@@ -166,6 +170,35 @@ class TransformersCacheAdapter(CacheAdapter):
                 talk.record(messages, text, prompt, answer_ids, answer)
         return ChatReply(answer, answer_ids, len(prompt), request.reused_tokens if request is not None else 0)
 
+    def generate(
+        self,
+        *args: Any,
+        prune: PruningMethod | str | None = None,
+        reuse: Reuse | None = None,
+        compress: CompressionPolicy | None = None,
+        rank_blocks: bool = False,
+        **kwargs: Any,
+    ) -> Generated:
+        """``model.generate(*args, **kwargs)`` with one thing that plain ``generate`` never does, and a report on it.
+
+        Args:
+            prune: keep a part of the prompt's KV, by a method or its name such as ``"snapkv:keep=0.5"``.
+            reuse: take runs of equal tokens from other sequences too, moved and computed again in part.
+            compress: encode what lies behind the end of the live cache, as the policy says.
+            rank_blocks: exact; have the last queries' attention order which blocks leave for a slower tier first.
+
+        What is approximate (``prune``, ``reuse``, a lossy ``compress``) is for this call only and never stored.
+
+        Raises ConfigError for what cannot be meant, and UnsupportedGenerationError where the call or the model cannot
+        be served so.
+        """
+        asked, make = request_maker(self.model, prune, reuse, compress, rank_blocks)
+        if not self.attached:
+            raise ConfigError("the adapter is detached; attach it again")
+        options = {"asked": asked, "make": make} if asked else {}
+        output, request = self._run(plain_generate(self.model), args, kwargs, **options)
+        return Generated(output, request.report() if request is not None else {})
+
     # -- one request --------------------------------------------------------------------------------------------------
 
     def _answer(
@@ -193,7 +226,7 @@ class TransformersCacheAdapter(CacheAdapter):
         generated = 0
         try:
             extra = {self._argument: request.cache, **request.call.overrides}
-            with first_token.of(request.space):
+            with first_token.of(request.space), request.watching():
                 output = original(*args, **{**kwargs, **extra})
             with self._guard("saving"):
                 sequences = output if isinstance(output, torch.Tensor) else output.sequences
@@ -210,7 +243,7 @@ class TransformersCacheAdapter(CacheAdapter):
     def _open(self, args: tuple[Any, ...], kwargs: dict[str, Any], options: dict[str, Any]) -> Request | None:
         """A request whose cache is ready, or None where Transformers must go on alone."""
         request: Request | None = None
-        reason = Bypass.FAILED
+        reason, asked = Bypass.FAILED, options.pop("asked", "")
         with self._guard("looking up"):
             try:
                 call = read_call(self.model, args, kwargs)
@@ -227,6 +260,8 @@ class TransformersCacheAdapter(CacheAdapter):
             with self._guard("releasing"):
                 request.close()
         self._bypass(reason.value)
+        if asked and reason is not Bypass.FAILED:
+            raise UnsupportedGenerationError(f"generate({asked}) cannot serve this call: {reason.value}")
         if reason is Bypass.ASSISTED and self._options["strict"]:
             raise UnsupportedGenerationError(
                 "assisted and prompt-lookup decoding feed the whole prompt again behind a cached prefix, which corrupts"
@@ -239,7 +274,9 @@ class TransformersCacheAdapter(CacheAdapter):
         chain = options.get("chain")
         if chain is not None and chain.identity != self._space.identity:
             options = {**options, "chain": None}
-        return Request(self.model, self._space, call, name, self._device, **options)
+        make: Callable[..., Request] = options.get("make", Request)
+        options = {key: value for key, value in options.items() if key != "make"}
+        return make(self.model, self._space, call, name, self._device, **options)
 
     def _served(self, request: Request) -> None:
         self._count(

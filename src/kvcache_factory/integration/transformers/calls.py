@@ -37,6 +37,12 @@ class Bypass(StrEnum):
     UNREADABLE = "arguments that generate would not take"
     CLOSED = "the manager is closed"
     LAYOUT = "the model can no longer be cached"
+    MODULES = "attention modules of a kind that cannot be observed"
+    PADDED = "padding, which what was asked for cannot take"
+    SEVERAL = "several sequences, where what was asked for is for one"
+    STATES = "states of the whole prompt, which only a full pass shows"
+    ROTATION = "keys that cannot be moved to other positions"
+    MASKED = "an attention implementation without free masks"
     FAILED = "a failure of the cache"
 
 

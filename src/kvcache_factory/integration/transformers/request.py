@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -47,6 +48,7 @@ class Request:
     chain: KeyChain | None = None  # keys of row 0 that a conversation keeps
     reuse_hint: Any = "unknown"
     cache: Any = None
+    computed: int = 1  # last tokens of each row that the engine computes whatever is stored
     prefix: int = 0  # positions of the cache that are filled before the engine starts
     rows: list[Row] = field(default_factory=list)
 
@@ -106,6 +108,14 @@ class Request:
                 )
         return saved
 
+    def watching(self) -> AbstractContextManager[None]:
+        """What has to be in place while the engine runs."""
+        return nullcontext()
+
+    def report(self) -> dict[str, Any]:
+        """What became of the request, for whoever asked for something special."""
+        return {"reused_tokens": self.reused_tokens}
+
     def _importance(self, attentions: Any, i: int, pad: int) -> Any:
         if not attentions or self.call.beams:  # beams change places from step to step
             return None
@@ -124,7 +134,7 @@ class Request:
 
     def _look_up(self, i: int, chain: KeyChain, pad: int) -> Row:
         # The engine must compute at least the last token: with nothing to feed it would feed the whole prompt again.
-        most = chain.num_tokens - 1
+        most = max(chain.num_tokens - self.computed, 0)
         match = self.space.match(chain, f"{self.name}-{i}", max_tokens=most, reuse_hint=self.reuse_hint)
         return Row(pad, chain, match, stored=match.blocks)
 
