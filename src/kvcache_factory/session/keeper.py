@@ -103,20 +103,29 @@ class Keeper:
     def pin(self, session_id: str, pinned: bool) -> None:
         """See ``CacheManager.pin_session``."""
         self._require_open()
-        session = self.book.get(session_id)
-        session.pinned = pinned
-        session.touch()
-        self.hold(session)
-        if not pinned and session.ttl_s is not None:
-            self.book.next_due = min(self.book.next_due, session.used_at + session.ttl_s)
+        if not self.only_elsewhere(session_id):
+            session = self.book.get(session_id)
+            session.pinned = pinned
+            session.touch()
+            self.hold(session)
+            if not pinned and session.ttl_s is not None:
+                self.book.next_due = min(self.book.next_due, session.used_at + session.ttl_s)
         for remote in self.remotes:
             remote.call("pin_session", session_id, pinned)
 
     def clear(self, session_id: str, reason: str = "session_cleared") -> int:
         """Forget what a session said, and drop what only it references; returns how many blocks were dropped."""
+        if self.only_elsewhere(session_id):
+            return 0
         keys = self.book.clear(session_id)
         self.hold(self.book.get(session_id))
         return self._chain.drop_unshared(keys, reason).blocks
+
+    def only_elsewhere(self, session_id: str) -> bool:
+        """Whether a session is not known here, but in an engine's process: by a request that named it."""
+        if not isinstance(session_id, str) or session_id in self.book:
+            return False
+        return any(remote.call("session_idle_s", session_id) is not None for remote in self.remotes)
 
     def dismiss(self, session_id: str) -> bool:
         """Stop accounting for a session; its blocks stay, charged to nobody.  False when there is none."""
@@ -130,6 +139,7 @@ class Keeper:
         """Remove a session, and drop what only it references; nothing when there is no such session."""
         session = self.book.find(session_id)
         if session is None:
+            self._end_elsewhere(session_id, purge)
             return
         held = sum(self.measure(session).values())
         alone = self.book.destroy(session_id, purge)
@@ -138,6 +148,9 @@ class Keeper:
         text = f"session {session_id!r} closed ({reason}): it held {held:,} bytes, {gone.nbytes:,} were freed"
         fields = {"held_bytes": held, "freed_bytes": gone.nbytes, "freed_blocks": gone.blocks, "reason": reason}
         self._log.info("session_closed", text, session=session_id, **fields, requests=session.requests, purged=purge)
+        self._end_elsewhere(session_id, purge)
+
+    def _end_elsewhere(self, session_id: str, purge: bool) -> None:
         for remote in self.remotes:
             remote.call("destroy_session", session_id, purge)
 

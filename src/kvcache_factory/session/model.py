@@ -138,7 +138,7 @@ class Session:
             "blocks": len(self.held),
             "bytes": sum(held.values()),
             "tier_bytes": held,
-            "quota_bytes": sum(quotas.values()) or None,
+            "quota_bytes": sum(quotas.values()) if quotas else None,
             "tier_quota_bytes": quotas,
             "on_quota": self.on_quota,
             "pinned": self.pinned,

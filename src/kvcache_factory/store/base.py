@@ -72,7 +72,10 @@ class Store(ABC):
 
     @abstractmethod
     def read(self, slots: Slots, target: SlotMemory, target_slots: Slots, target_offset: int) -> int:
-        """Copy the payloads of *slots* into *target_slots*; returns how many of the leading ones were read."""
+        """Copy the payloads of *slots* into *target_slots*; returns how many of the leading ones were read.
+
+        Raises StoreError, with a reason, when the first cannot be read; 0 where it is not there any more.
+        """
 
     def figures(self) -> dict[str, Any]:
         """What there is to say beyond blocks, as plain data, whether open or not; each of these where it applies.
