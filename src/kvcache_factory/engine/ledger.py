@@ -16,8 +16,8 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from enum import StrEnum
 from typing import Any, NamedTuple
 
@@ -174,6 +174,26 @@ class _Mine(threading.local):
         self.shard = enrol()
 
 
+class Timing:
+    """Measures what is inside; a class, for a generator costs more than what it would measure here."""
+
+    __slots__ = ("_begun", "_ledger", "_operation", "_tier")
+
+    def __init__(self, ledger: Ledger, tier: str, operation: str) -> None:
+        self._ledger = ledger
+        self._tier = tier
+        self._operation = operation
+
+    def __enter__(self) -> None:
+        self._begun = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        self._ledger.observe(self._tier, self._operation, time.perf_counter() - self._begun)
+
+
+UNTIMED: AbstractContextManager[None] = nullcontext()
+
+
 class Ledger:
     """Thread-safe sums of events; one per manager.
 
@@ -242,17 +262,9 @@ class Ledger:
         if len(fresh) > MOST_FRESH:
             spent.sort_in()
 
-    @contextmanager
-    def timing(self, tier: str, operation: str) -> Iterator[None]:
+    def timing(self, tier: str, operation: str) -> AbstractContextManager[None]:
         """Measure what is inside, if durations are measured."""
-        if not self.timed:
-            yield
-            return
-        begun = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.observe(tier, operation, time.perf_counter() - begun)
+        return Timing(self, tier, operation) if self.timed else UNTIMED
 
     def decided(self, choice: str) -> None:
         """Count one choice between ``load``, ``recompute`` and ``explore``."""
