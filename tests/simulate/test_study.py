@@ -70,6 +70,14 @@ def test_policies_are_named_with_their_options() -> None:
     assert parse_policy("lru:max_size_gb=2.5").options() == {"max_size_gb": 2.5}
     with pytest.raises(ConfigError, match="lru"):
         parse_policy("lruu")
+    both = parse_list('hybrid:policies=["lru","s3fifo"]:target=cpu, lru')
+    assert both == ['hybrid:policies=["lru","s3fifo"]:target=cpu', "lru"]
+    assert [
+        (policy["name"], policy["options"]["target"]) for policy in parse_policy(both[0]).options()["policies"]
+    ] == [
+        ("lru", "cpu"),
+        ("s3fifo", "cpu"),
+    ]
     with pytest.raises(ConfigError, match="option=value"):
         parse_policy("lru:fast")
     with pytest.raises(ConfigError, match="'lru' has no option 'colour'; use max_size_gb, target, action"):

@@ -55,7 +55,7 @@ class Capacity(NamedTuple):
         if not self.unit:
             return max(1, int(self.value))
         if spec is None:
-            raise ConfigError(f"a capacity in {self.unit} needs to know what a block weighs; name a --model")
+            raise ConfigError("a capacity in bytes needs to know what a block weighs; name a --model")
         blocks = int(self.value * _UNITS[self.unit] / row_bytes(spec))
         if blocks < 1:
             raise CapacityError(
@@ -194,8 +194,8 @@ class Study(msgspec.Struct, frozen=True):
 
 
 def parse_list(text: str) -> Sequence[str]:
-    """The parts of a list with commas, blanks taken away; ConfigError when there is none."""
-    parts = [part.strip() for part in text.split(",") if part.strip()]
+    """The parts of a list with commas, but for those in brackets, blanks taken away; ConfigError when there is none."""
+    parts = [part.strip() for part in re.split(r",(?![^\[\]]*\])", text) if part.strip()]
     if not parts:
         raise ConfigError(f"{text!r} is an empty list")
     return parts
