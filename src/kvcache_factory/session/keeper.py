@@ -56,6 +56,13 @@ class Keeper:
         self.remotes.append(remote)
         for session in self.book:
             remote.call("create_session", session.id, msgspec.to_builtins(session.options))
+            if session.reuse_hint != "unknown":
+                remote.call("session_hint", session.id, session.reuse_hint)
+
+    def _tell(self, session: Session) -> None:
+        """What was said about a session's return is said where its blocks are."""
+        for remote in self.remotes if session.purged is None else ():
+            remote.call("session_hint", session.id, session.reuse_hint)
 
     def _stand_guard(self, size: Size | None) -> None:
         """Count what comes into each tier from now on, if *size* is one by tiers."""
@@ -91,7 +98,7 @@ class Keeper:
         return self._begun(session, "fork_session", source_id, session_id, options)
 
     def _begun(self, session: Session, verb: str, *args: Any) -> Session:
-        session.measure = self.measure
+        session.measure, session.tell = self.measure, self._tell
         plain = [msgspec.to_builtins(a) if isinstance(a, SessionOptions) else a for a in args]
         for remote in self.remotes:
             remote.call(verb, *plain)
