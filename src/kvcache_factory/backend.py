@@ -12,6 +12,8 @@ from .cluster.opening import MetaServiceBackend
 from .errors import CapacityError, ConfigError
 
 GIB = 1 << 30
+MOST_GB = 10**15
+"""A number that can still be turned into bytes; what a machine has, is found out when a level opens."""
 DEFAULT_SIZE_GB = 10.0
 """Size in GiB where neither the backend nor the policy gives one."""
 
@@ -159,13 +161,13 @@ class RemoteBackend(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag
             "ingestion": (self.ingestion in ("all", "hot", "evicted"), "'all', 'hot' or 'evicted'"),
             "hot_hits": (_is_count(self.hot_hits, 1), "1 or more"),
             "op_batch": (_is_count(self.op_batch, 1, 4096), "1 to 4096"),
-            "per_token_timeout_ms": (self.per_token_timeout_ms > 0, "milliseconds above 0"),
-            "max_wait_s": (self.max_wait_s > 0, "seconds above 0"),
+            "per_token_timeout_ms": (_is_number(self.per_token_timeout_ms, above=0), "milliseconds above 0"),
+            "max_wait_s": (_is_number(self.max_wait_s, above=0), "seconds above 0"),
             "max_inflight_tokens": (_is_count(self.max_inflight_tokens, 0), "0 or more"),
             "workers": (_is_count(self.workers, 1, 256), "1 to 256"),
             "double_get_blocks": (_is_count(self.double_get_blocks, 0), "0 or more"),
             "codec": (self.codec is None or isinstance(self.codec, str), "the name of a codec"),
-            "double_get_ratio": (0 <= self.double_get_ratio <= 1, "0 to 1"),
+            "double_get_ratio": (_is_number(self.double_get_ratio) and 0 <= self.double_get_ratio <= 1, "0 to 1"),
         }
         for name, (right, what) in allowed.items():
             if not right:
@@ -173,6 +175,10 @@ class RemoteBackend(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag
 
     def __repr__(self) -> str:
         return f"RemoteBackend({self.connector!r}, ingestion={self.ingestion!r})"  # options may hold secrets
+
+
+def _is_number(value: object, above: float = float("-inf")) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value > above
 
 
 def _is_count(value: object, least: int, most: float = float("inf")) -> bool:
@@ -255,5 +261,5 @@ def levels_of(backend: Backend) -> list[Level]:
 def _check_size(name: str, size_gb: float | None) -> None:
     if size_gb is None:
         return
-    if isinstance(size_gb, bool) or not isinstance(size_gb, (int, float)) or not 0 < size_gb < float("inf"):
-        raise CapacityError(f"{name}(size_gb={size_gb!r}): give a size in GiB above 0")
+    if isinstance(size_gb, bool) or not isinstance(size_gb, (int, float)) or not 0 < size_gb <= MOST_GB:
+        raise CapacityError(f"{name}(size_gb={size_gb!r}): give a size in GiB above 0 and of at most {MOST_GB}")

@@ -121,6 +121,7 @@ def _remote(
         ingestion=Ingestion(level.ingestion),
         hot_hits=level.hot_hits,
         op_batch=level.op_batch,
+        chunk_tokens=config.chunk_tokens,
         per_token_timeout_s=level.per_token_timeout_ms / 1000,
         max_wait_s=level.max_wait_s,
         max_inflight_tokens=level.max_inflight_tokens,

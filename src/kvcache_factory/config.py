@@ -11,7 +11,7 @@ from .block.key import KEY_BUILDERS
 from .block.spec import DEFAULT_BLOCK_TOKENS, storage_block_tokens
 from .errors import ConfigError
 from .policy.compression import CompressionPolicy
-from .session.settings import SessionSettings
+from .session.settings import SessionSettings, is_name
 
 Integrity = Literal["off", "sample", "full"]
 
@@ -57,7 +57,7 @@ class ManagerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     max_tokens: int = -1
     """Tokens of a prompt past this are neither stored nor looked up, in whole blocks; -1: no limit."""
     chunk_tokens: int = 0
-    """Tokens that an OffloadingManager moves in one operation; 0: 512."""
+    """Most tokens of a batch to or from a remote level, and of a piece of OffloadingManager.chunks; 0: see there."""
     measure_stages: bool = False
     """Measure the time of each stage of an operation, too; with enable_metrics."""
     profiling_server: str = ""
@@ -68,8 +68,8 @@ class ManagerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     def __post_init__(self) -> None:
         if self.integrity not in ("off", "sample", "full"):
             raise ConfigError(f"integrity={self.integrity!r}: use 'off', 'sample' or 'full'")
-        if not isinstance(self.name, str) or not self.name:
-            raise ConfigError(f"name={self.name!r}: give a non-empty string")
+        if not is_name(self.name):
+            raise ConfigError(f"name={self.name!r}: give a non-empty string of Unicode text")
         self._check_port()
         if self.key_builder not in KEY_BUILDERS:
             raise ConfigError(f"key_builder={self.key_builder!r}: use one of {', '.join(KEY_BUILDERS)}")

@@ -326,7 +326,7 @@ class KeySpace:
         """Charge the leading *blocks* of *chain* to a session; how many of them it may have."""
         session = session if session is not None else current_session(self._context.number)
         charge = Charge(None, blocks)
-        with self._context.guarded("charge"):
+        with self._context.guarded("charge", timed=session is not None):
             self._context.sessions.expire_if_due()
             if session is not None:
                 charge = self._context.sessions.charge(session, chain.keys[:blocks], storing=storing)

@@ -87,7 +87,8 @@ class CacheManager(SessionVerbs):
     max_tokens:
         Tokens of a prompt past this are neither stored nor looked up; rounded down to whole blocks.  -1: no limit.
     chunk_tokens:
-        Tokens that an OffloadingManager moves in one operation; 0: 512.
+        Most tokens of a batch to or from a remote level (0: as many as its *op_batch* blocks have), and of a piece of
+        OffloadingManager.chunks (0: 512); at least four blocks.
     measure_stages:
         With *enable_metrics*, measure the time of each stage of an operation, too.
     profiling_server:

@@ -19,6 +19,7 @@ from .block.identity import Identity
 from .block.key import KeyChain, normalise_tokens
 from .block.plan import LoadPlan, Match, SavePlan
 from .block.spec import BlockSpec, Layout
+from .engine.remote import LEAST_CHUNK_BLOCKS
 from .errors import CapacityError, ClosedError, ConfigError, LayoutError, TokenError
 from .manager import CacheManager
 from .memory.device import empty_blocks, slot_bytes, typed_block
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 DEFAULT_CHUNK_TOKENS = 512
-LEAST_CHUNK_BLOCKS = 4
 _numbers = itertools.count(1)
 
 

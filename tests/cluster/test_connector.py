@@ -162,7 +162,7 @@ def test_members_change_under_load_without_a_lost_call(servers: Servers) -> None
         await asyncio.gather(*loads)
         assert {x for x in seen if isinstance(x, StatusCodes)} <= {StatusCodes.OK, StatusCodes.NOT_FOUND}
         assert servers.closed_in_use == []
-        await eventually(lambda: len(servers.opened) - len(servers.closed) == len(whole.state()))
+        await eventually(lambda: len(servers.opened) - len(servers.closed) == len(whole.members()))
         # a leaves once in five changes, b twice: what stays is not opened again
         assert servers.opened.count("a:1") == 6
         whole.close()
@@ -216,10 +216,36 @@ def test_a_dead_member_is_a_miss_and_is_found_again(servers: Servers) -> None:
         batch = whole.get_batches(names, [region(b"\0" * 16) for _ in names], 60)[0]
         codes = [s.error_code for s in await whole.mget([k for k, _ in batch], [m for _, m in batch])]
         assert codes == [x if isinstance(x, StatusCodes) else StatusCodes.OK for x in expected]
-        await eventually(lambda: [row["usable"] for row in whole.state()] == [True, False, True])
+        await eventually(lambda: [row["usable"] for row in whole.members()] == [True, False, True])
         servers.dead.clear()
-        await eventually(lambda: all(row["usable"] for row in whole.state()))
+        await eventually(lambda: all(row["usable"] for row in whole.members()))
         assert await get_all(whole, names) == names
+        whole.close()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt, asyncio.CancelledError])
+def test_a_client_that_would_end_the_program_is_a_member_that_failed(
+    servers: Servers, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
+) -> None:
+    """Its keys are misses; the loop goes on, and so do the others."""
+    server = ServerConnector._server
+
+    async def leave(self: ServerConnector) -> None:
+        if self.place == "b:1":
+            raise error
+        await server(self)
+
+    async def run() -> None:
+        whole = cluster(servers, meta_of(membership(*THREE)))
+        whole.open()
+        names = keys(60)
+        await put_all(whole, names)
+        monkeypatch.setattr(ServerConnector, "_server", leave)
+        there = [owner != "b:1" for owner in owners(names, *THREE)]
+        assert [s.is_ok() for s in await whole.mexists(names)] == there
+        assert [(await whole.exists(name)).is_ok() for name in names] == there
         whole.close()
 
     asyncio.run(run())
@@ -254,10 +280,10 @@ def test_a_member_that_cannot_be_reached_at_first_is_tried_again(servers: Server
         servers.dead.add("c:1")
         whole = cluster(servers, meta_of(membership(*THREE)), refresh_interval_s=0)
         assert whole.open().is_ok()
-        assert [row["usable"] for row in whole.state()] == [True, True, False]
-        assert "ConnectionRefusedError" in str(whole.state()[2]["why"])
+        assert [row["usable"] for row in whole.members()] == [True, True, False]
+        assert "ConnectionRefusedError" in str(whole.members()[2]["why"])
         servers.dead.clear()
-        await eventually(lambda: all(row["usable"] for row in whole.state()))
+        await eventually(lambda: all(row["usable"] for row in whole.members()))
         assert set(await put_all(whole, keys(30))) == {StatusCodes.OK}
         whole.close()
 
@@ -297,7 +323,7 @@ def test_a_membership_that_cannot_be_read_leaves_the_last_one_in_force(
         assert "going on with 3 servers" in caplog.text
     meta.down, meta.values[KEY] = False, good
     assert not whole.refresh()
-    assert len(whole.state()) == 3
+    assert len(whole.members()) == 3
     whole.close()
     assert meta.closed
 
@@ -309,7 +335,7 @@ def test_zero_reads_the_membership_once(servers: Servers) -> None:
     assert whole.open().is_ok()
     meta.values[KEY] = dump_membership(membership("a", "b", version=2))
     assert whole._has_work() is False
-    assert (meta.reads, len(whole.state())) == (1, 1)
+    assert (meta.reads, len(whole.members())) == (1, 1)
     whole.close()
     nothing = cluster(servers, MemoryMeta(), refresh_interval_s=0).open()
     assert nothing.is_error()
@@ -327,9 +353,9 @@ def test_the_membership_is_looked_at_again_after_the_interval(servers: Servers) 
         assert (await whole.get(b"k", region(b"\0"))).is_not_found()
         meta.values[KEY] = dump_membership(membership("a"))
         meta.down = False
-        await eventually(lambda: len(whole.state()) == 1)
+        await eventually(lambda: len(whole.members()) == 1)
         meta.values[KEY] = dump_membership(membership("a", "b", version=2))
-        await eventually(lambda: len(whole.state()) == 2)
+        await eventually(lambda: len(whole.members()) == 2)
         whole.close()
 
     asyncio.run(run())

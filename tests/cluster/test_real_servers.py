@@ -75,6 +75,9 @@ def test_a_cluster_of_redis_servers(servers: list[Server]) -> None:
             assert count(servers[0]) + count(servers[1]) == 25
             assert min(count(servers[0]), count(servers[1])) > 0
             assert read(etcd) == 25
+            members = manager.state()["remote"]["members"]
+            assert {row["member"] for row in members} == {f"127.0.0.1:{server.port}" for server in servers[:2]}
+            assert all(row["usable"] and row["slots"] == 2048 and row["why"] == "" for row in members)
             servers[1].kill()
             assert read(etcd) < 25
             cluster.leave("127.0.0.1", servers[1].port)

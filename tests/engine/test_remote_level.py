@@ -114,6 +114,29 @@ def test_another_manager_finds_what_one_has_stored(opened: Any, connector: dict[
     assert second.total(Event.STORED) == 0, "what came from there need not be written again"
 
 
+@pytest.mark.parametrize(("chunk_tokens", "batches"), [(0, [8]), (1, [4, 4]), (24, [6, 2]), (1000, [8])])
+def test_a_chunk_bounds_batches(
+    opened: Any, monkeypatch: pytest.MonkeyPatch, chunk_tokens: int, batches: list[int]
+) -> None:
+    """CHUNK_SIZE: in tokens, rounded down to blocks of four, at least four of them; the other bound is op_batch."""
+    cache = opened(ingestion="all", manager={"chunk_tokens": chunk_tokens})
+    asked: dict[str, list[int]] = {"put": [], "get": []}
+    for verb, sizes in asked.items():
+        call = getattr(cache.level.store, verb)
+
+        def counting(names: Any, *args: Any, call: Any = call, sizes: list[int] = sizes) -> Any:
+            sizes.append(len(names))
+            return call(names, *args)
+
+        monkeypatch.setattr(cache.level.store, verb, counting)
+    cache.save(TOKENS)
+    assert len(cache.settled()) == 8
+    cache.manager.evict(8)
+    cache.fetch()
+    assert cache.load(TOKENS) == [0] * 8
+    assert asked == {"put": batches, "get": batches}
+
+
 def test_names_can_be_read(opened: Any) -> None:
     """namespace/identity/key."""
     cache = opened(ingestion="all", namespace="prod")

@@ -18,7 +18,12 @@ from kvcache_factory.testing import tiny_identity, tiny_spec
 SPEC = tiny_spec()
 SHAPE = (SPEC.num_layers, 2, 4, SPEC.num_kv_heads, SPEC.head_dim)
 BLOCKS = [torch.arange(192.0).reshape(SHAPE) + i for i in range(10)]
-COMMON = {"L1_CACHE_CAPACITY_GB": "0.01", "L2_CACHE_INGESTION_TYPE": "ALL", "L2_CACHE_OP_BATCH": "4"}
+COMMON = {
+    "L1_CACHE_CAPACITY_GB": "0.01",
+    "L2_CACHE_INGESTION_TYPE": "ALL",
+    "L2_CACHE_OP_BATCH": "4",
+    "L2_CACHE_PER_TOKEN_TIMEOUT_MS": "60000",  # a busy machine must not lose a write by its deadline
+}
 
 
 @contextmanager

@@ -24,7 +24,7 @@ from kvcache_factory.backend import RemoteBackend
 from kvcache_factory.cluster.opening import MetaServiceBackend
 from kvcache_factory.connector import ConnectorOptions
 from kvcache_factory.connector.mock import MockConnector
-from kvcache_factory.environment import PREFIX, ROWS, Environment, compose
+from kvcache_factory.environment import PREFIX, ROWS, Environment, compose, explain
 from kvcache_factory.environment.compose import DOCUMENTED, Draft
 from kvcache_factory.testing import tiny_identity, tiny_spec
 
@@ -278,6 +278,36 @@ def test_a_policy_of_the_environment_has_its_documented_parameters(tmp_path: Pat
     environ = {PREFIX + "S3FIFO_SMALL_TO_MAIN_PROMO_THRESHOLD": "3"}
     made = CacheManager.from_file(file, environ, l1_cache_eviction_policy="s3fifo")
     assert made.policy.options()["threshold"] == 3
+
+
+@pytest.mark.parametrize(
+    ("values", "wrong"),
+    [
+        ({"REDIS_URL": "banana"}, "REDIS_URL='***'"),
+        ({"REDIS_URL": "redis://:hush@host:99999"}, "REDIS_URL='redis://***@host:99999'"),
+        ({"META_SERVICE_URL": "banana"}, "META_SERVICE_URL='***'"),
+        (
+            {"META_SERVICE_BACKEND": "ETCD", "META_SERVICE_URL": "redis://h"},
+            "META_SERVICE_BACKEND='ETCD' needs PREFIX_META_SERVICE_URL",
+        ),
+        ({"L2_CACHE_OP_BATCH": "5000"}, "L2_CACHE_OP_BATCH='5000'"),
+        ({"INFINISTORE_VISIBLE_DEV_LIST": "mlx5_0:x:y"}, "INFINISTORE_VISIBLE_DEV_LIST='mlx5_0:x:y'"),
+        ({"L2_CACHE_BACKEND": "EIC"}, "L2_CACHE_BACKEND='EIC' needs PREFIX_EIC_CONFIG_FILE"),
+        ({"SHFS_ROOT": " "}, "SHFS_ROOT=' '"),
+        ({"L1_CACHE_CAPACITY_GB": "1e300"}, "L1_CACHE_CAPACITY_GB='1e300'"),
+        ({"REDIS_TTL_S": "9" * 30}, f"REDIS_TTL_S='{'9' * 30}'"),
+        ({"REDIS_TIMEOUT_S": "1e300"}, "REDIS_TIMEOUT_S='1e300'"),
+        ({"ROCKSDB_WRITE_BUFFER_SIZE": "9" * 30}, f"ROCKSDB_WRITE_BUFFER_SIZE='{'9' * 30}'"),
+    ],
+    ids=str,
+)
+def test_what_no_connector_could_use_is_refused_before_anything_is_opened(values: dict[str, str], wrong: str) -> None:
+    """With the variable's name, so that ``env --check`` finds it, and without a password."""
+    with pytest.raises(ConfigError) as caught:
+        manager(**{"L2_CACHE_BACKEND": "REDIS", **values})
+    assert wrong.replace("PREFIX_", PREFIX) in str(caught.value)
+    assert "hush" not in str(caught.value)
+    assert explain({PREFIX + name: value for name, value in {"L2_CACHE_BACKEND": "REDIS", **values}.items()}).errors
 
 
 def test_a_system_with_a_key_of_its_own_needs_none() -> None:

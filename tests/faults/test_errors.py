@@ -137,12 +137,28 @@ def test_a_read_that_fails_is_a_miss(over: DiskOpener, disk: Sabotage, now: Time
     cache.forget_above()
     disk.plan = {call: plan}
     assert cache.load(CHAIN) == 0
-    assert cache.counted("load_failed") == {"io_error": 6}
+    assert cache.counted("load_failed") == {reason: 6}
     assert cache.store.stats()["reasons"][reason] >= 1
     generation_goes_on(cache)
     disk.plan = {}
     works_again(cache, now)
     assert "load:" not in str(cache.errors())
+
+
+def test_a_read_that_fails_on_its_way_says_why(over: DiskOpener, disk: Sabotage) -> None:
+    """The blocks before are loaded; the others are counted under what the system said."""
+    cache = over()
+    cache.save(CHAIN)
+    cache.forget_above()
+
+    def worn(real: Callable[..., Any], fd: int, buffers: list[memoryview], offset: int) -> int:
+        if disk.calls["preadv"] > 1:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return int(real(fd, buffers[:2], offset))
+
+    disk.plan = {"preadv": worn}
+    assert cache.load(CHAIN) == 2
+    assert cache.counted("load_failed") == {"eio": 4}
 
 
 def test_a_read_that_is_taken_up_again_is_whole(over: DiskOpener, disk: Sabotage) -> None:
@@ -216,7 +232,7 @@ def test_a_directory_that_is_deleted_while_running(over: DiskOpener, now: Time) 
     cache.forget_above()
     shutil.rmtree(over.path)
     assert cache.load(CHAIN) == 0
-    assert cache.counted("load_failed") == {"io_error": 6}
+    assert cache.counted("load_failed") == {"gone": 6}
     generation_goes_on(cache)
     cache.manager.refresh()
     assert cache.matched(OTHER) == 0

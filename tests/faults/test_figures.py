@@ -92,7 +92,7 @@ def test_figures_add_up_after_faults(over: DiskOpener, monkeypatch: pytest.Monke
         with cache.manager.use_session("one"):
             assert cache.load(tokens_of(1, 6)) == 0
     assert cache.counted("store_error")["eio"] >= 1
-    assert cache.counted("load_failed") == {"io_error": 6}
+    assert cache.counted("load_failed") == {"eio": 6}
     assert cache.counted("reusable", MANAGER) == {"": 6}
     assert cache.counted("recomputed", MANAGER) == {"not_loaded": 6}
     with cache.manager.use_session("one"):

@@ -244,6 +244,7 @@ def test_a_store_that_comes_and_goes_does_not_fill_the_log(opened: Any, caplog: 
     assert cache.manager.state()["remote"]["breaker_openings"] == 3
     said = [record.getMessage() for record in caplog.records if "connector MOCK" in record.getMessage()]
     assert sorted(said) == [
+        "connector MOCK: a call failed: ConnectionError: dead (exists 0)",
         "connector MOCK: answers again",
         "connector MOCK: out of order (error); not asked until it answers",
     ]

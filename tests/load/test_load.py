@@ -30,10 +30,19 @@ def test_counts_agree_to_the_token(tmp_path: Path) -> None:
     assert all(row["agree"] for row in counts.values()), counts
     assert counts["requests"]["own"] > 10
     assert 0 < counts["served"]["own"] <= counts["reusable"]["own"] <= counts["asked"]["own"]
-    assert counts["served"]["metrics"] == counts["served"]["own"]
+    assert counts["served"]["metrics"] == counts["served"]["page"] == counts["served"]["own"]
     samples = [row for row in rows if row["kind"] == "sample"]
     assert samples[-1]["held_bytes"] > 0
     assert samples[-1]["sessions"] == 6
+
+
+def test_counts_agree_where_most_has_to_leave(tmp_path: Path) -> None:
+    """Memory for one conversation and a half, six users: a hit rate far below 1 is the same to the token everywhere."""
+    rows = run_load(Plan(duration_s=6, users=6, workers=2, think_s=0, memory_mb=2, metrics_port=0))
+    counts = {row["name"]: row for row in rows if row["kind"] == "count"}
+    assert all(row["agree"] for row in counts.values()), counts
+    assert 0 < counts["served"]["own"] < counts["reusable"]["own"]
+    assert counts["hit rate"]["ledger"] == counts["hit rate"]["metrics"] == counts["hit rate"]["page"] < 0.9
 
 
 def talk(user: User, turns: int) -> list[tuple[int, int, bool]]:

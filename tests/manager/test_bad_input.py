@@ -43,6 +43,21 @@ def test_a_manager_has_a_name(name: Any) -> None:
         CacheManager(name=name)
 
 
+@pytest.mark.parametrize("torn", ["\ud800", "a\udfffb"])
+def test_text_that_cannot_be_sent_names_nothing(torn: str) -> None:
+    """Half of a surrogate pair is no UTF-8: one such name would take the page and the metrics from everybody."""
+    with pytest.raises(ConfigError, match="name="):
+        CacheManager(name=torn)
+    with CacheManager() as manager:
+        with pytest.raises(ConfigError, match="session id"):
+            manager.create_session(torn)
+        for labels in ({"tenant": torn}, {torn: "acme"}):
+            with pytest.raises(ConfigError, match="labels="):
+                manager.create_session("ada", labels=labels)
+        manager.create_session("\U0001f642 <b>\0")
+        assert manager.num_sessions == 1
+
+
 def test_what_is_no_id_names_no_session(caplog: pytest.LogCaptureFixture) -> None:
     """A list is no session id: using it is an unknown session, destroying it is nothing, and nothing is logged."""
     manager = CacheManager()

@@ -76,6 +76,15 @@ def test_who_refuses_keeps_what_it_has(open_cache: Opener, where: str) -> None:
     assert cache.save(tokens(2), session="s") == 4
 
 
+def test_a_quota_of_next_to_nothing_is_one(open_cache: Opener) -> None:
+    """Less than a block: nothing is kept, and the figures say 0 bytes and not that there is no quota."""
+    cache = open_cache(32)
+    session = cache.manager.create_session("s", quota_gb=1e-12)
+    assert cache.save(tokens(1), session="s") == 0
+    assert (session.stats()["quota_bytes"], session.stats()["bytes"], refused(cache)) == (0, 0, 4)
+    assert cache.manager.create_session("free").stats()["quota_bytes"] is None
+
+
 def test_blocks_that_were_lost_do_not_count(open_cache: Opener) -> None:
     """References to evicted blocks make room before anything that is there does."""
     cache = open_cache(32)

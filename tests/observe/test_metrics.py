@@ -78,6 +78,8 @@ def test_samples_have_the_labels_of_the_catalog(open_cache: Opener) -> None:
         "lock_wait_seconds",
         "missed_blocks_total",
         "recomputed_tokens_total",
+        "remote_member_slots",
+        "remote_member_up",
         "remote_running_operations",
         "store_errors_total",
         "work_actual_seconds_total",
@@ -243,6 +245,7 @@ def test_a_remote_level_is_shown_with_its_breaker() -> None:
             "out_of_service": False,
             "operations_in_flight": 3,
             "waiting_jobs": 7,
+            "members": [{"member": "10.0.0.1:7", "slots": 2048, "usable": False, "why": "refused"}],
         },
     }
     there: Any = type("There", (), {"config": manager.config, "state": lambda self: state})()
@@ -252,4 +255,6 @@ def test_a_remote_level_is_shown_with_its_breaker() -> None:
     assert value(registry, "breaker_open", tier="remote", breaker="abandoned") == 0
     assert value(registry, "remote_running_operations", tier="remote") == 3
     assert value(registry, "io_queued_jobs", lane="remote") == 7
+    assert value(registry, "remote_member_up", tier="remote", member="10.0.0.1:7") == 0
+    assert value(registry, "remote_member_slots", tier="remote", member="10.0.0.1:7") == 2048
     manager.close()

@@ -94,6 +94,17 @@ def test_managers_share_a_port_and_the_last_one_closes_it(either: str) -> None:
         assert 'up{manager="default"}' in read(again)
 
 
+def test_a_port_that_was_free_is_joined_by_its_number(either: str) -> None:
+    """Who let the system choose can tell others where."""
+    with CacheManager(enable_metrics=True, metrics_port=0, name="one") as one:
+        assert one.metrics_address is not None
+        with CacheManager(enable_metrics=True, metrics_port=one.metrics_address[1], name="two") as two:
+            assert two.metrics_address == one.metrics_address
+            assert all(f'up{{manager="{name}"}}' in read(one) for name in ("one", "two"))
+        with CacheManager(enable_metrics=True, metrics_port=0) as other:
+            assert other.metrics_address != one.metrics_address
+
+
 def test_a_manager_that_nobody_holds_leaves(either: str) -> None:
     """The port does not keep a manager alive."""
     manager = CacheManager(enable_metrics=True, metrics_port=0)

@@ -63,10 +63,11 @@ def used(manager: CacheManager, policy: EvictionPolicy) -> list[int]:
 def test_every_combination_works_or_says_what_is_allowed(tmp_path: Path, name: str, target: Any, action: Any) -> None:
     """On a device, memory and a disk, with room for everything below."""
     policy = make_policy(name, target=target, action=action)
-    if action == "evict" or (action.startswith("swap_to_") and action[len("swap_to_") :] in ABOVE[target]):
+    works = {"evict": True, "compress": target != "disk"}  # int8 gives back what the fake engine's blocks hold
+    if works.get(action, action.removeprefix("swap_to_") in ABOVE[target]):
         assert used(CacheManager(three_levels(tmp_path), policy), policy) == [4] * 6
         return
-    with pytest.raises(ConfigError, match=r"evict, swap_to_cpu, swap_to_disk|the backend has gpu, cpu, disk"):
+    with pytest.raises(ConfigError, match="the backend has gpu, cpu, disk"):
         CacheManager(three_levels(tmp_path), policy)
 
 

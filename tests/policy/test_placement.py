@@ -41,6 +41,12 @@ def test_members_decide_where_they_belong() -> None:
     policy = HybridPolicy([SizeAwarePolicy(target="gpu"), LRUEvictionPolicy(target="session", action="swap_to_cpu")])
     assert [policy_at(policy, kind).name for kind in KINDS] == ["hybrid", "lru", "lru"]
     assert [swap_level(policy, number, KINDS) for number in range(3)] == [1, None, None]
+    said = HybridPolicy([LFUEvictionPolicy(), LRUEvictionPolicy(target="cpu")], target="gpu", action="swap_to_disk")
+    assert [(member.target, member.action) for member in said.policies] == [
+        ("gpu", "swap_to_disk"),
+        ("cpu", "swap_to_disk"),
+    ]
+    assert said.clone().options() == said.options()
     far = HybridPolicy([LRUEvictionPolicy(action="swap_to_disk")])
     assert [swap_level(far, number, KINDS) for number in range(3)] == [2, 2, None]
 
@@ -53,6 +59,7 @@ def test_members_decide_where_they_belong() -> None:
         (LRUEvictionPolicy(action="swap_to_cpu"), ["cpu", "disk"], "no level of kind cpu"),
         (HybridPolicy([FIFOEvictionPolicy(target="cpu", action="swap_to_cpu")]), KINDS, "no level of kind cpu"),
         (LFUEvictionPolicy(target="disk", action="compress"), KINDS, "only levels in memory"),
+        (HybridPolicy([LRUEvictionPolicy()], target="gpu"), ["cpu"], "no such level; the backend has cpu"),
     ],
 )
 def test_what_a_backend_lacks_is_refused(policy: EvictionPolicy, kinds: list[str], says: str) -> None:

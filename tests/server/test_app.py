@@ -81,6 +81,52 @@ def test_sessions_in_an_engines_process_are_shown(site: Site) -> None:
     there.close()
 
 
+def test_sessions_of_an_engines_process_can_be_steered_from_here(site: Site) -> None:
+    """A request has named them there; the steering process has never heard of them, and the page shows them."""
+    manager, there = site.cache.manager, CacheManager()
+    there.create_session("theirs").data["said"] = [1]
+
+    class There:
+        def call(self, verb: str, *args: Any) -> Any:
+            if verb == "session_idle_s":
+                return there.session(args[0]).idle_s if there.has_session(args[0]) else None
+            return getattr(there, verb)(*args)
+
+    manager.follow(There())
+    assert site.act({"action": "clear_session", "session": "theirs"}).data == {"result": 0}
+    assert there.session("theirs").data == {}
+    manager.pin_session("theirs")
+    assert there.session("theirs").pinned
+    assert site.act({"action": "destroy_session", "session": "theirs"}).data == {"result": True}
+    there.wait()  # in one process it is done when the steering manager's own verb has ended
+    assert not there.has_session("theirs")
+    assert site.act({"action": "destroy_session", "session": "theirs"}).data == {"result": False}
+    assert site.act({"action": "clear_session", "session": "theirs"}).status == 404
+    there.close()
+
+
+def test_a_scrape_that_waits_holds_up_nobody(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Metrics are gathered beside the loop: whoever asks whether the process is alive gets an answer meanwhile."""
+    asked, go = threading.Event(), threading.Event()
+    real = site.cache.manager.state
+
+    def slow() -> Any:
+        asked.set()
+        assert go.wait(60)
+        return real()
+
+    monkeypatch.setattr(site.cache.manager, "state", slow)
+    scrape = threading.Thread(target=site.get, args=("/metrics",))
+    scrape.start()
+    try:
+        assert asked.wait(60)
+        assert site.get("/healthz").status == 200
+        assert scrape.is_alive()
+    finally:
+        go.set()
+        scrape.join()
+
+
 def test_pages_allow_no_foreign_content(site: Site) -> None:
     """No script, style or connection but our own; nothing of the page names another server."""
     for path in ("/", "/page.css", "/page.js"):
@@ -208,6 +254,23 @@ def test_history_samples_rates_and_forgets_managers_that_have_gone() -> None:
     history.sample()
     assert history.of("m") == []
     manager.close()
+
+
+def test_history_outlives_a_sample_that_fails() -> None:
+    """One moment is missing, not all that follow."""
+    sampled, calls = threading.Event(), []
+
+    def managers() -> dict[str, Any]:
+        calls.append(1)
+        if len(calls) == 1:
+            raise RuntimeError("injected")
+        sampled.set()
+        return {}
+
+    history = History(managers, every_s=0.001)
+    history.start()
+    assert sampled.wait(60)
+    history.stop()
 
 
 def test_threads_of_the_server_are_daemons(site: Site) -> None:

@@ -71,11 +71,12 @@ def test_a_session_appears_and_vanishes(page: Any, site: Site) -> None:
     """Within a look or two, with what it holds; its name is text, whatever it contains."""
     name = "<img src=x onerror=alert(1)>"
     see(page.locator("#sessions tbody tr")).to_have_count(0)
-    site.cache.manager.create_session(name)
+    site.cache.manager.create_session(name, quota_gb=1)
     site.cache.save(A, session=name)
     row = page.locator("#sessions tbody tr")
     see(row).to_have_count(1)
     see(row).to_contain_text(name)
+    see(row.locator("td").nth(2)).to_have_text("2.0 GiB")  # in two tiers
     assert page.locator("#sessions img").count() == 0
     site.cache.manager.destroy_session(name)
     see(row).to_have_count(0)

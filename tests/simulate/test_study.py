@@ -13,11 +13,12 @@ import pytest
 from kvcache_factory.errors import CapacityError, ConfigError
 from kvcache_factory.simulate.cost import CostModel, saved_s
 from kvcache_factory.simulate.models import MODELS, find_model
+from kvcache_factory.simulate.optimum import optimum
 from kvcache_factory.simulate.plan import Planner, Prices, describe
 from kvcache_factory.simulate.plot import draw, draw_plan
-from kvcache_factory.simulate.replay import Settings
+from kvcache_factory.simulate.replay import Settings, Size
 from kvcache_factory.simulate.still import row_bytes
-from kvcache_factory.simulate.study import Capacity, Study, parse_list, parse_policy, parse_tiers
+from kvcache_factory.simulate.study import Capacity, Study, capped, parse_list, parse_policy, parse_tiers
 from kvcache_factory.simulate.workload import Workload
 
 Make = Callable[[Iterable[list[int]]], Workload]
@@ -69,9 +70,17 @@ def test_policies_are_named_with_their_options() -> None:
     assert parse_policy("lru:max_size_gb=2.5").options() == {"max_size_gb": 2.5}
     with pytest.raises(ConfigError, match="lru"):
         parse_policy("lruu")
+    both = parse_list('hybrid:policies=["lru","s3fifo"]:target=cpu, lru')
+    assert both == ['hybrid:policies=["lru","s3fifo"]:target=cpu', "lru"]
+    assert [
+        (policy["name"], policy["options"]["target"]) for policy in parse_policy(both[0]).options()["policies"]
+    ] == [
+        ("lru", "cpu"),
+        ("s3fifo", "cpu"),
+    ]
     with pytest.raises(ConfigError, match="option=value"):
         parse_policy("lru:fast")
-    with pytest.raises(ConfigError, match="'lru'"):
+    with pytest.raises(ConfigError, match="'lru' has no option 'colour'; use max_size_gb, target, action"):
         parse_policy("lru:colour=3")
     with pytest.raises(ConfigError, match="empty"):
         parse_list(" , ")
@@ -163,6 +172,29 @@ def test_a_study_has_a_row_for_each_policy_and_capacity(workload: Make) -> None:
         assert {"trace", "block_hit", "us_per_block", "evictions", "cache_gib"} <= row.keys()
 
 
+def test_the_cap_of_a_policy_holds_in_a_replay(workload: Make) -> None:
+    """Of one tier, of those in memory together, or of the kind that is its target; without weights it is refused."""
+    spec = LLAMA.spec(512)
+    gib = row_bytes(spec) / 2**30
+    sizes = [Size("gpu", 6), Size("dram", 30), Size("nvme", 100)]
+    for text, expected in (
+        (f"lru:max_size_gb={20.5 * gib}", [6, 14, 100]),
+        (f"lru:max_size_gb={20.5 * gib}:target=cpu", [6, 20, 100]),
+        (f"lru:max_size_gb={20.5 * gib}:target=disk", [6, 30, 20]),
+        ("lru", [6, 30, 100]),
+    ):
+        assert [size.blocks for size in capped(sizes, parse_policy(text), spec)] == expected
+    with pytest.raises(ConfigError, match="--model"):
+        capped(sizes, parse_policy("lru:max_size_gb=1"), None)
+    with pytest.raises(CapacityError, match="no room for one block"):
+        capped(sizes, parse_policy("lru:max_size_gb=0.001"), spec)
+    policies = [(name, parse_policy(name)) for name in ("lru", f"lru:max_size_gb={32.5 * gib}")]
+    with workload(conversations()) as read:
+        whole, part = (row for row, _ in Study(policies, [parse_tiers("cache=160")], Settings(spec=spec)).run(read))
+        assert (whole["capacity_blocks"], part["capacity_blocks"]) == (160, 32)
+        assert part["optimum"] == optimum(read, 32) < whole["optimum"]
+
+
 def test_flat_semantics_has_no_tiers(workload: Make) -> None:
     """What cannot be combined is said."""
     sizes = [parse_tiers("dram=1%,nvme=2%")]
@@ -213,6 +245,18 @@ def test_parts_of_an_answer_add_up(workload: Make) -> None:
             assert sum(row[name] for row in parts) == pytest.approx(whole[name])
 
 
+@pytest.mark.parametrize("target", [0.3, 0.6, 0.9])
+@pytest.mark.parametrize("prices", [Prices(), Prices(dram=1e6, nvme=0.0, gpu=1.0)])
+def test_an_answer_of_two_tiers_serves_what_was_asked_for(workload: Make, target: float, prices: Prices) -> None:
+    """Requests of up to 40 blocks: a DRAM of one block would cut them off before they reach the NVMe."""
+    turns = [[1000 * number + i for i in range(10 * turn + 10)] for turn in range(4) for number in range(20)]
+    with workload(turns) as read:
+        rows, _ = plan(read, target=target, prices=prices)
+        answer = {row["tier"]: row for row in rows if row["kind"] == "answer"}
+        assert answer["dram"]["tier_gib"] * 2**30 >= 40 * row_bytes(LLAMA.spec(512))
+        assert answer.get("dram+nvme", answer["dram"])["of_reusable"] >= 0.98 * target
+
+
 @pytest.mark.parametrize("text", ["dram", "dram=x", "gold=3", "dram=-1", "dram=inf", "{}"])
 def test_prices_that_are_none_are_refused(text: str) -> None:
     """With an example of what would do."""
@@ -225,6 +269,9 @@ def test_prices_come_from_a_file_as_well(tmp_path: Path) -> None:
     path = tmp_path / "prices.json"
     path.write_text('{"dram": 3.2, "gpu": 2.5}')
     assert Prices.parse(str(path)) == Prices(dram=3.2, gpu=2.5)
+    path.write_text('{"dram": -3.2}')
+    with pytest.raises(ConfigError, match="from 0 on"):
+        Prices.parse(str(path))
 
 
 @pytest.mark.parametrize("target", [0.0, -1.0, 1.5])

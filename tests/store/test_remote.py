@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Executor
+from concurrent.futures import Executor, Future
 from typing import Any
 
 import numpy as np
 import pytest
 
 from kvcache_factory.connector import Connector, ConnectorFeature, MemoryRegion, Status, StatusCodes
+from kvcache_factory.errors import StoreError
 from kvcache_factory.memory.device import DeviceSlab
 from kvcache_factory.memory.slab import Slab
 from kvcache_factory.store.breaker import Breaker
@@ -246,6 +248,75 @@ def test_a_refused_loan_ends_the_run_and_nothing_stays_lent(host: Any) -> None:
     assert (done.count, done.reason) == (1, "full")
     assert set(watched.values) == {NAMES[0]}
     assert watched.lent == {}
+
+
+# -- connectors that do what no documentation allows ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("verb", ["exists", "get", "put", "delete"])
+@pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt, StopIteration])
+def test_what_would_end_the_program_ends_one_call(
+    host: Any, monkeypatch: pytest.MonkeyPatch, verb: str, error: type[BaseException]
+) -> None:
+    """A client that calls exit must not take along the loop that every other call needs."""
+    store, watched, slab = host()
+    watched.values.update({name: bytes(SPEC.slot_bytes) for name in NAMES})
+
+    def leave(*_: Any) -> Any:
+        raise error
+
+    monkeypatch.setattr(watched, verb, leave)
+    memory = (slab, ROWS) if verb in ("get", "put") else ()
+    done = getattr(store, verb)(NAMES, *memory, 60)
+    assert (done.done, done.count, done.reason) == (True, 0, "error")
+    monkeypatch.undo()
+    assert store.exists(NAMES, 60).count == 8
+
+
+def test_calls_that_have_begun_end_before_the_batch_does(host: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also when a later call of the batch fails where it is made: their memory is in use until they have ended."""
+    store, watched, slab = host(op_batch=8)
+    futures: list[Future[Status[Any]]] = []
+    begun = threading.Event()
+
+    def get(key: bytes, mr: Any) -> Any:
+        if len(futures) == 2:
+            begun.set()
+            raise OSError("no more")
+        futures.append(Future())
+        return asyncio.wrap_future(futures[-1])
+
+    monkeypatch.setattr(watched, "get", get)
+    done = store.get(NAMES[:3], slab, ROWS[:3], 0)
+    assert begun.wait(60)
+    assert not done.wait(0)
+    for future in futures:
+        future.set_result(Status())
+    assert done.wait(60)
+    assert (done.count, done.reason, done.detail) == (2, "error", "OSError: no more")
+
+
+def test_a_failed_call_is_told_once_a_minute(
+    host: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whoever writes a connector must see what is wrong with it."""
+    store, watched, _ = host()
+
+    async def exists(key: bytes) -> Any:
+        return True
+
+    monkeypatch.setattr(watched, "exists", exists)
+    for _ in range(3):
+        store.exists(NAMES, 60)
+    assert [record.getMessage() for record in caplog.records] == ["connector WATCHED: a call failed: bool: True"]
+
+
+def test_a_connector_that_cannot_be_made_is_a_failure_to_open() -> None:
+    """With a sentence that says which one, and why."""
+    store = RemoteStore(lambda executor: 1 // 0, RemoteSettings(name="BROKEN"))  # type: ignore[arg-type, return-value]
+    with pytest.raises(StoreError, match=r"connector BROKEN could not be opened \(ZeroDivisionError"):
+        store.open(SPEC, [], 8)
+    store.close()
 
 
 def test_describing_a_store_starts_nothing() -> None:

@@ -15,7 +15,11 @@ from .traces import cost_model, read, trace_options, trace_path
 @click.argument("traces", nargs=-1, required=True, type=trace_path, metavar="TRACE...")
 @click.option("--policy", default="lru", show_default=True, help="Names, with commas; name:option=value sets options.")
 @click.option(
-    "--capacity", default="1%,5%,10%", show_default=True, help="In % of unique blocks, blocks, or GiB with a model."
+    "--capacity",
+    multiple=True,
+    default=("1%,5%,10%",),
+    show_default=True,
+    help="In % of unique blocks, blocks, or GiB with a model; may be given several times.",
 )
 @click.option(
     "--tiers",
@@ -98,7 +102,7 @@ def _study(options: dict[str, Any]) -> Any:
 
     policies = [(name, parse_policy(name)) for name in parse_list(options["policy"])]
     sizes = [parse_tiers(text) for text in options["tiers"]]
-    sizes = sizes or [[("cache", Capacity.parse(text))] for text in parse_list(options["capacity"])]
+    sizes = sizes or [[("cache", Capacity.parse(text))] for text in parse_list(",".join(options["capacity"]))]
     model = find_model(options["model"]) if options["model"] else None
     cost = cost_model(model, options["prefill_rate"], options["prefill_file"], options["tflops"])
     service = None

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from ..connector.base import Connector, ConnectorFeature, MemoryRegion, OptionsConnector
 from ..errors import ConfigError, KVCacheError, StoreError
 from ..status import Status, StatusCodes
-from .links import Link, Make, Member, Snapshot, failed
+from .links import ANYTHING, Link, Make, Member, Snapshot, failed
 from .membership import Membership, parse_membership
 from .meta_service import MetaService
 from .placement import placement_class
@@ -320,7 +320,7 @@ class ClusterConnector(OptionsConnector):
             answers: Statuses = []
             try:
                 answers = await ask(link.connector, part)
-            except Exception as error:
+            except ANYTHING as error:
                 answers = [Status(StatusCodes.ERROR, error)] * len(part)
             finally:
                 if len(answers) != len(part):
@@ -355,15 +355,15 @@ class ClusterConnector(OptionsConnector):
                 calls.append((link, link.begin(), part))
             return calls, sum(member.usable for member in snapshot.members) < 2
 
-    def state(self) -> list[dict[str, str | int | bool]]:
-        """A row for each member: place, slots, and whether it is in use."""
+    def members(self) -> list[dict[str, Any]]:
+        """A row for each member: place, slots, whether it is in use, and if not, why."""
         with self._changed:
             return [
                 {
                     "member": member.node.place,
                     "slots": sum(r.end - r.start + 1 for r in node.slots),
                     "usable": member.usable,
-                    "why": member.why,
+                    "why": "" if member.usable else member.why or "calls to it fail or hang",
                 }
                 for node, member in zip(self._snapshot.membership.nodes, self._snapshot.members, strict=True)
             ]
@@ -380,8 +380,15 @@ async def _look_up(verb: str, keys: Sequence[bytes], connector: Connector[bytes,
         found: Statuses = await getattr(connector, f"m{verb}")(own)
         return found
     call = getattr(connector, verb)
-    answers = await asyncio.gather(*(call(key) for key in own), return_exceptions=True)
-    return [a if isinstance(a, Status) else Status(StatusCodes.ERROR, a) for a in answers]
+    return await asyncio.gather(*(_answer(partial(call, key)) for key in own))
+
+
+async def _answer(call: Callable[[], Awaitable[Status[Any]]]) -> Status[Any]:
+    try:
+        answer = await call()
+    except ANYTHING as error:
+        return Status(StatusCodes.ERROR, error)
+    return answer if isinstance(answer, Status) else Status(StatusCodes.ERROR, f"{type(answer).__name__}: {answer}")
 
 
 async def _one(call: Awaitable[Status[Any]]) -> Statuses:

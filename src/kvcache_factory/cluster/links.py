@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import logging
 import threading
@@ -17,6 +18,8 @@ from .placement import placement_class
 _log = logging.getLogger("kvcache_factory")
 Make = Callable[[Node], Connector[bytes, Any]]
 
+ANYTHING = (Exception, asyncio.CancelledError, KeyboardInterrupt, SystemExit)
+"""What a client may raise: one that ends the loop would end every other call with it."""
 FAILURES = 3
 """Calls in a row that fail before a member is taken out of service."""
 STALL_S = 1.0
@@ -100,7 +103,7 @@ class Member:
                 if not status.is_ok():
                     connector.close()
             link, why = (Link(connector), "") if status.is_ok() else (None, str(status))
-        except Exception as error:
+        except ANYTHING as error:
             why = f"{type(error).__name__}: {error}"
         done(self, link, why)
 

@@ -368,6 +368,10 @@ class OptionsConnector(Connector[bytes, None]):
     def from_envs(cls, conn_id: str, executor: Executor, **kwargs: Any) -> OptionsConnector:
         return cls.from_options(conn_id, executor, options_from_env(cls.Options, os.environ, **kwargs))
 
+    def members(self) -> list[dict[str, Any]]:
+        """A row for each server behind it, with ``member``, ``slots``, ``usable`` and ``why`` not; none by default."""
+        return []
+
     @classmethod
     @abstractmethod
     def from_options(cls, conn_id: str, executor: Executor, options: Any) -> OptionsConnector:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -99,11 +99,9 @@ class Fetch:
     def run(self) -> None:
         """Read, prove and keep; what fails leaves its tier and is counted there."""
         images: list[Image] = []
-        reason = "io_error"
+        reason = "gone"
         try:
-            with self._source.timing("read"):
-                read = self._source.store.read(self.rows, self.landing.memory, self.landing.slots, 0)
-            for number in range(read):
+            for number in self._read():
                 proven = self._prove(number)
                 if isinstance(proven, Image) and proven.fidelity > self._source.index.fidelity[self.rows[number]]:
                     proven = "not_exact"
@@ -118,6 +116,17 @@ class Fetch:
                 self._keep(images, reason)
             finally:
                 self._end()
+
+    def _read(self) -> Iterator[int]:
+        """Numbers of the blocks that were read; a store that stops early is asked again, so that it says why."""
+        read = 0
+        while read < len(self.rows):
+            with self._source.timing("read"):
+                count = self._source.store.read(self.rows[read:], self.landing.memory, self.landing.slots[read:], 0)
+            yield from range(read, read + count)
+            if not count:
+                break
+            read += count
 
     def cancel(self) -> None:
         """End without having begun."""

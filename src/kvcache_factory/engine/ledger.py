@@ -16,11 +16,12 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from bisect import bisect_left
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from enum import StrEnum
 from typing import Any, NamedTuple
+
+import numpy as np
 
 MANAGER = "manager"
 """The name under which events are counted that belong to no tier."""
@@ -31,7 +32,7 @@ BOUNDS_S = (
     30.0,
 )
 """Upper bounds in seconds of the buckets of a histogram, from 10 µs to 30 s; what takes longer is in one more."""
-
+_BOUNDS = np.array(BOUNDS_S)
 
 MOST_FRESH = 1024
 """Durations of one operation that a thread keeps before it puts them into buckets."""
@@ -39,6 +40,8 @@ MOST_FRESH = 1024
 
 class Event(StrEnum):
     """What can happen to blocks."""
+
+    __hash__ = str.__hash__  # each count hashes one or two of them, and that of an enumeration is written in Python
 
     ASKED = "asked"
     HIT = "hit"
@@ -114,10 +117,9 @@ class Durations:
         seconds = list(fresh)
         if not seconds:
             return done
-        buckets = list(done.buckets)
-        for duration in seconds:
-            buckets[bisect_left(BOUNDS_S, duration)] += 1
-        return Histogram(done.calls + len(seconds), done.sum_s + sum(seconds), tuple(buckets))
+        fallen = np.bincount(np.searchsorted(_BOUNDS, seconds), minlength=len(done.buckets)).tolist()
+        buckets = tuple(before + more for before, more in zip(done.buckets, fallen, strict=True))
+        return Histogram(done.calls + len(seconds), done.sum_s + sum(seconds), buckets)
 
     def absorb(self, other: Durations) -> None:
         """Add what *other* holds."""
@@ -172,6 +174,26 @@ class _Mine(threading.local):
         self.shard = enrol()
 
 
+class Timing:
+    """Measures what is inside; a class, for a generator costs more than what it would measure here."""
+
+    __slots__ = ("_begun", "_ledger", "_operation", "_tier")
+
+    def __init__(self, ledger: Ledger, tier: str, operation: str) -> None:
+        self._ledger = ledger
+        self._tier = tier
+        self._operation = operation
+
+    def __enter__(self) -> None:
+        self._begun = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        self._ledger.observe(self._tier, self._operation, time.perf_counter() - self._begun)
+
+
+UNTIMED: AbstractContextManager[None] = nullcontext()
+
+
 class Ledger:
     """Thread-safe sums of events; one per manager.
 
@@ -223,9 +245,10 @@ class Ledger:
             pair = pairs.setdefault(key, [0] * 5)
         pair[0] += 1
         pair[1] += a
-        pair[2] += a * block_bytes
         pair[3] += b
-        pair[4] += b * block_bytes
+        if block_bytes:
+            pair[2] += a * block_bytes
+            pair[4] += b * block_bytes
 
     def observe(self, tier: str, operation: str, seconds: float) -> None:
         """Note that *operation* of *tier* took so many *seconds*."""
@@ -239,17 +262,9 @@ class Ledger:
         if len(fresh) > MOST_FRESH:
             spent.sort_in()
 
-    @contextmanager
-    def timing(self, tier: str, operation: str) -> Iterator[None]:
+    def timing(self, tier: str, operation: str) -> AbstractContextManager[None]:
         """Measure what is inside, if durations are measured."""
-        if not self.timed:
-            yield
-            return
-        begun = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.observe(tier, operation, time.perf_counter() - begun)
+        return Timing(self, tier, operation) if self.timed else UNTIMED
 
     def decided(self, choice: str) -> None:
         """Count one choice between ``load``, ``recompute`` and ``explore``."""

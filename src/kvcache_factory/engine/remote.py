@@ -39,6 +39,7 @@ from .values import StoredRecords
 
 ABANDONED_SHARE = 0.02
 LEAST_ABANDONED = 8
+LEAST_CHUNK_BLOCKS = 4
 
 
 class RemoteOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,7 +54,9 @@ class RemoteOptions(msgspec.Struct, frozen=True, kw_only=True):
     hot_hits: int = 1
     """Hits that make a block hot."""
     op_batch: int = 32
-    """Blocks of one batch."""
+    """Most blocks of one batch."""
+    chunk_tokens: int = 0
+    """Most tokens of one batch, which has four blocks at least; 0: as many as *op_batch* blocks have."""
     per_token_timeout_s: float = 0.02
     """Deadline of a batch: its tokens times this, at most *max_wait_s*."""
     max_wait_s: float = 2.0
@@ -205,6 +208,13 @@ class RemoteLevel:
         if self.is_second_get and not enough:
             return None
         return self.reads.begin(chain, root, after, self.deadline_s(missing, wait_s))
+
+    @property
+    def batch_blocks(self) -> int:
+        """Blocks of one batch."""
+        assert self.spec is not None
+        most, chunk = self.options.op_batch, self.options.chunk_tokens
+        return min(most, max(chunk // self.spec.block_tokens, LEAST_CHUNK_BLOCKS)) if chunk else most
 
     @property
     def is_second_get(self) -> bool:

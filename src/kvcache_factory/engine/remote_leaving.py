@@ -86,7 +86,7 @@ class Leaving:
         return 0
 
     def _write(self, chain: StoredChain, blocks: npt.NDArray[np.int64], slots: Rows, names: list[bytes]) -> None:
-        level, step, done = self._level, self._level.options.op_batch, 0
+        level, step, done = self._level, self._level.batch_blocks, 0
         seal(self._passing.spec, self._passing.memory.view, slots, chain, blocks)
         sizes = level.encode(self._passing, slots, blocks.tolist(), chain.num_blocks)
         level.names.remember(names)

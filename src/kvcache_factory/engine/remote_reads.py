@@ -72,7 +72,7 @@ class Reads:
         Returns how many came, how many somebody else has brought instead, and why no more can follow.
         """
         level = self._level
-        wanted = min(chain.num_blocks - first, level.options.op_batch)
+        wanted = min(chain.num_blocks - first, level.batch_blocks)
         names = level.names.of(chain, range(first, first + wanted))
         with level.timing("exists"):
             there = level.store.exists(names, end - time.monotonic())

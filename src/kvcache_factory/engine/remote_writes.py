@@ -112,7 +112,7 @@ class Writes:
 
     def _write(self, chain: StoredChain, blocks: npt.NDArray[np.int64], tip: int) -> None:
         """Write these *blocks* of a chain, batch by batch while all goes well; takes over one pin of *tip*."""
-        level, step = self._level, self._level.options.op_batch
+        level, step = self._level, self._level.batch_blocks
         last: Operation | None = None
         done = 0
         reason = "copy_failed"

@@ -2,42 +2,74 @@
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 
-from .table import Keys
+from .table import Keys, KeyTable, Rows
 
 PER_BLOCK = 4
 """Keys remembered for each block that there is room for."""
-LEAST, MOST = 1 << 12, 1 << 22
+LEAST, MOST = 1 << 14, 1 << 21
 
 
 class Seen:
-    """Remembers keys in a table of 8 bytes each; a newer key may take the place of an older one.
+    """Remembers at least the last *capacity* ``// 2`` different keys, exactly; thread-safe.
 
-    Two keys are taken for the same with probability 2**-64: figures depend on it, blocks never do.
+    Keys lie in a ring, the newest takes the place of the oldest.  One that is seen again moves to the front only when
+    it has grown old, since most are seen twice within a request: when they are asked for and when they are saved.
 
     Parameters
     ----------
     blocks:
         Blocks that all tiers have room for.
+    least:
+        Places that there are at least.
     """
 
-    def __init__(self, blocks: int) -> None:
-        size = min(max(PER_BLOCK * blocks, LEAST), MOST)
-        self._mask = np.uint64((1 << (size - 1).bit_length()) - 1)
-        self._tags = np.zeros(int(self._mask) + 1, np.uint64)
+    def __init__(self, blocks: int, least: int = LEAST) -> None:
+        self.capacity = min(max(PER_BLOCK * blocks, least), MOST)
+        self._lock = threading.Lock()
+        self._empty()
+
+    def _empty(self) -> None:
+        self._keys = np.zeros((self.capacity, 2), np.uint64)
+        self._taken = np.zeros(self.capacity, np.bool_)
+        self._table = KeyTable(self._keys)
+        self._next = 0
 
     def leading(self, keys: Keys) -> int:
-        """How many leading *keys* ``[n, 2]`` were seen before; all of them are from now on."""
-        places, tags = keys[:, 0] & self._mask, keys[:, 1]
-        known = self._tags[places] == tags
-        self._tags[places] = tags
-        return len(keys) if known.all() else int(known.argmin())
+        """How many leading *keys* ``[n, 2]`` of a chain were seen before; all of them are from now on.
+
+        A key stands for all the tokens before it, so whoever has seen it has seen those before it in the chain.
+        """
+        with self._lock:
+            known = np.flatnonzero(self._note(keys) >= 0)
+        return int(known[-1]) + 1 if len(known) else 0
 
     def add(self, keys: Keys) -> None:
-        """Remember *keys* ``[n, 2]``."""
-        self._tags[keys[:, 0] & self._mask] = keys[:, 1]
+        """Remember *keys* ``[n, 2]`` of a chain."""
+        with self._lock:
+            self._note(keys)
 
     def clear(self) -> None:
         """Forget everything."""
-        self._tags.fill(0)
+        with self._lock:
+            self._empty()
+
+    def _note(self, keys: Keys) -> Rows:
+        """Remember *keys*; where each was before, -1 for those that are new."""
+        found = self._table.find(keys)
+        old = (found >= 0) & ((self._next - 1 - found) % self.capacity >= self.capacity // 2)
+        self._leave(found[old])
+        coming = keys[(found < 0) | old][-self.capacity :]
+        places = ((self._next + np.arange(len(coming))) % self.capacity).astype(np.int32)
+        self._leave(places[self._taken[places]])
+        self._keys[places] = coming
+        self._taken[places[: self._table.insert(places)]] = True  # a collision within the chain ends it
+        self._next = (self._next + len(coming)) % self.capacity
+        return found
+
+    def _leave(self, places: Rows) -> None:
+        self._table.remove(places)
+        self._taken[places] = False

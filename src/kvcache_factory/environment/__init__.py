@@ -11,7 +11,7 @@ import msgspec
 
 from ..config import ManagerConfig, parse_config
 from ..errors import ConfigError
-from .compose import DOCUMENTED, Draft, check_policy, options_of_others
+from .compose import DOCUMENTED, Draft, check_needs, check_policy, options_of_others
 from .files import known_presets, read_file
 from .reading import read_arguments, read_environment, warn
 from .table import PREFIX, ROW_OF, ROWS, Environment, Row
@@ -73,6 +73,7 @@ def compose(
     draft = Draft(DOCUMENTED if file is None else _checked(file))
     draft.apply({**reading.given, **values})
     check_policy(draft, {**reading.given, **values})
+    check_needs(draft)
     read = options_of_others(draft, os.environ if environ is None else environ, "l2_cache_backend" in reading.given)
     warn([*_without(reading.notes, read), *draft.notes])
     return parse_config(draft.data()), own
@@ -87,6 +88,7 @@ def explain(environ: Mapping[str, str] | None = None, file: str | os.PathLike[st
     try:
         draft.apply(reading.given)
         check_policy(draft, reading.given)
+        check_needs(draft)
         read = options_of_others(draft, os.environ if environ is None else environ, "l2_cache_backend" in reading.given)
         parse_config(draft.data())
     except ConfigError as error:

@@ -175,8 +175,9 @@ class Draft:
         if not service:
             return
         said = f"{PREFIX}META_SERVICE_BACKEND={service['backend']!r} needs {PREFIX}META_SERVICE_"
-        if not service.get("url"):
-            raise ConfigError(f"{said}URL, which says where it is, such as redis://host:6379")
+        schemes = ("http://", "https://") if service["backend"] == "ETCD" else ("redis://", "rediss://", "unix://")
+        if not service.get("url", "").lower().startswith(schemes):
+            raise ConfigError(f"{said}URL, which says where it is, such as {schemes[0]}host:port")
         if not service.get("key") and remote["connector"] not in KEYS:
             have = ", ".join(KEYS)
             raise ConfigError(f"{said}CLUSTER_META_KEY, the key of the membership; only {have} have one of their own")
@@ -246,6 +247,13 @@ def check_policy(draft: Draft, given: Mapping[str, Any]) -> None:
             name = given["l1_cache_eviction_policy"]
             raise ConfigError(f"{PREFIX}L1_CACHE_EVICTION_POLICY={name!r}: {error}") from None
         raise
+
+
+def check_needs(draft: Draft) -> None:
+    """Refuse a connector that has no default for what it needs."""
+    remote = draft.remote or {}
+    if remote.get("connector") == "EIC" and not remote.get("options", {}).get("config_file"):
+        raise ConfigError(f"{PREFIX}L2_CACHE_BACKEND='EIC' needs {PREFIX}EIC_CONFIG_FILE, the path of its YAML file")
 
 
 def options_of_others(draft: Draft, environ: Mapping[str, str], said_so: bool) -> set[str]:

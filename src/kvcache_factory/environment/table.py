@@ -71,6 +71,30 @@ def _is_policy(text: str) -> bool:
     return text.lower() in known_policies()
 
 
+def _is_redis_url(text: str) -> bool:
+    from ..connector.redis import RedisOptions, redis_access
+
+    try:
+        redis_access(RedisOptions(url=text))
+    except ConfigError:
+        return False
+    return True
+
+
+def _is_device_list(text: str) -> bool:
+    from ..connector.rdma import parse_devices
+
+    try:
+        parse_devices(text)
+    except ConfigError:
+        return False
+    return True
+
+
+def _is_meta_url(text: str) -> bool:
+    return not text or text.lower().startswith(("redis://", "rediss://", "unix://", "http://", "https://"))
+
+
 def _is_limit(value: int) -> bool:
     return value == -1 or value > 0
 
@@ -95,6 +119,12 @@ _URL = {
     "allowed": "an address that begins with http:// or https://",
     "ok": lambda t: t.startswith(("http://", "https://")),
 }
+_META_URL = {"allowed": "redis://host:port, or http://host:port of etcd", "ok": _is_meta_url}
+_REDIS_URL = {"allowed": "redis://host:port, rediss:// for TLS, or unix:///path", "ok": _is_redis_url}
+_DEVICES = {"allowed": "names of devices, each with :gidINDEX or not, with commas between", "ok": _is_device_list}
+_TEXT: dict[str, Any] = {"allowed": "text that is not empty", "ok": bool}
+_SECONDS: dict[str, Any] = {"gt": 0, "le": 86_400}
+_BYTES: dict[str, Any] = {"le": 1_000_000_000_000}
 _PORT: dict[str, Any] = {"ge": 1, "le": 65535}
 
 _TIMEOUT = "seconds that a batch may take before its helper process is killed"
@@ -135,7 +165,7 @@ class Environment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     l1_cache_enabled: Annotated[bool, at("", "DRAM tier on")] = True
     l1_cache_eviction_policy: Annotated[str, at("policy.name", "who leaves the DRAM tier", **_POLICY)] = "S3FIFO"
     l1_cache_capacity_gb: Annotated[
-        float, at("memory.size_gb", "capacity of the DRAM tier in GiB, per manager", gt=0)
+        float, at("memory.size_gb", "capacity of the DRAM tier in GiB, per manager", gt=0, le=1_000_000)
     ] = 10.0
     device: Annotated[Literal["cpu", "cuda"], at("", "where L1 rests")] = "cpu"
     s3fifo_small_to_main_promo_threshold: Annotated[
@@ -152,7 +182,7 @@ class Environment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         str, at("remote.namespace", "first part of every key", "a name that is not empty", bool)
     ] = "aibrix"
     l2_cache_compression: Annotated[str, at("remote.codec", "codec for L2 values; empty = none", **_CODEC)] = ""
-    l2_cache_op_batch: Annotated[int, at("remote.op_batch", "blocks per batch", ge=1)] = 32
+    l2_cache_op_batch: Annotated[int, at("remote.op_batch", "blocks per batch", ge=1, le=4096)] = 32
     l2_cache_per_token_timeout_ms: Annotated[
         float, at("remote.per_token_timeout_ms", "deadline of an L2 call = tokens × this", gt=0)
     ] = 20.0
@@ -182,10 +212,12 @@ class Environment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     meta_service_refresh_interval_s: Annotated[
         float, at("meta.refresh_interval_s", "seconds between two looks at the membership; 0 = read once", ge=0)
     ] = 30.0
-    meta_service_url: Annotated[str, at("meta.url", "the meta service, such as redis://host:6379", secret=True)] = ""
+    meta_service_url: Annotated[
+        str, at("meta.url", "the meta service, such as redis://host:6379", secret=True, **_META_URL)
+    ] = ""
     meta_service_cluster_meta_key: Annotated[str, at("meta.key", "key that holds the membership JSON")] = ""
 
-    infinistore_host_addr: Annotated[str, at("INFINISTORE.host_addr", "server")] = "127.0.0.1"
+    infinistore_host_addr: Annotated[str, at("INFINISTORE.host_addr", "server", **_TEXT)] = "127.0.0.1"
     infinistore_service_port: Annotated[int, at("INFINISTORE.service_port", "server", **_PORT)] = 12345
     infinistore_connection_type: Annotated[Literal["RDMA", "TCP"], at("INFINISTORE.connection_type", "transport")] = (
         "RDMA"
@@ -193,24 +225,31 @@ class Environment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     infinistore_ib_port: Annotated[int, at("INFINISTORE.ib_port", "port of the device", ge=0)] = 1
     infinistore_link_type: Annotated[Literal["Ethernet", "IB"], at("INFINISTORE.link_type", "link")] = "Ethernet"
     infinistore_visible_dev_list: Annotated[
-        str, at("INFINISTORE.visible_dev_list", "devices, each optionally with a GID index: mlx5_0:gid0,mlx5_1:gid1")
+        str,
+        at(
+            "INFINISTORE.visible_dev_list",
+            "devices, each optionally with a GID index: mlx5_0:gid0,mlx5_1:gid1",
+            **_DEVICES,
+        ),
     ] = ""
     infinistore_use_gdr: Annotated[bool, at("INFINISTORE.use_gdr", "GDR where available")] = True
 
     infinistore_local_rank: Annotated[
         int, at("INFINISTORE.local_rank", "which of the devices this process uses", ge=0)
     ] = 0
-    infinistore_timeout_s: Annotated[float, at("INFINISTORE.timeout_s", _TIMEOUT, gt=0)] = 5.0
-    infinistore_start_timeout_s: Annotated[float, at("INFINISTORE.start_timeout_s", _START, gt=0)] = 8.0
-    infinistore_copy_mb: Annotated[int, at("INFINISTORE.copy_mb", _COPY, ge=1)] = 128
+    infinistore_timeout_s: Annotated[float, at("INFINISTORE.timeout_s", _TIMEOUT, **_SECONDS)] = 5.0
+    infinistore_start_timeout_s: Annotated[float, at("INFINISTORE.start_timeout_s", _START, **_SECONDS)] = 8.0
+    infinistore_copy_mb: Annotated[int, at("INFINISTORE.copy_mb", _COPY, ge=1, le=1_000_000)] = 128
 
-    hpkv_remote_addr: Annotated[str, at("HPKV.remote_addr", "server")] = "127.0.0.1"
+    hpkv_remote_addr: Annotated[str, at("HPKV.remote_addr", "server", **_TEXT)] = "127.0.0.1"
     hpkv_remote_port: Annotated[int, at("HPKV.remote_port", "server", **_PORT)] = 12346
-    hpkv_local_addr: Annotated[str, at("HPKV.local_addr", "client side")] = "127.0.0.1"
+    hpkv_local_addr: Annotated[str, at("HPKV.local_addr", "client side", **_TEXT)] = "127.0.0.1"
     hpkv_local_port: Annotated[int, at("HPKV.local_port", "client side", **_PORT)] = 12345
     hpkv_use_gdr: Annotated[bool, at("HPKV.use_gdr", "GDR where available")] = True
 
-    priskv_remote_addr: Annotated[str, at("PRISKV.remote_addr", "server", older=("pris_remote_addr",))] = "127.0.0.1"
+    priskv_remote_addr: Annotated[str, at("PRISKV.remote_addr", "server", older=("pris_remote_addr",), **_TEXT)] = (
+        "127.0.0.1"
+    )
     priskv_remote_port: Annotated[int, at("PRISKV.remote_port", "server", older=("pris_remote_port",), **_PORT)] = 6379
     priskv_password: Annotated[
         str, at("PRISKV.password", "password of the server", older=("pris_password",), secret=True)
@@ -222,9 +261,9 @@ class Environment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         bool, at("PRISKV.use_zero_copy", "memory that the store owns", older=("pris_use_zero_copy",))
     ] = False
 
-    priskv_timeout_s: Annotated[float, at("PRISKV.timeout_s", _TIMEOUT, gt=0)] = 5.0
-    priskv_start_timeout_s: Annotated[float, at("PRISKV.start_timeout_s", _START, gt=0)] = 8.0
-    priskv_copy_mb: Annotated[int, at("PRISKV.copy_mb", _COPY, ge=1)] = 128
+    priskv_timeout_s: Annotated[float, at("PRISKV.timeout_s", _TIMEOUT, **_SECONDS)] = 5.0
+    priskv_start_timeout_s: Annotated[float, at("PRISKV.start_timeout_s", _START, **_SECONDS)] = 8.0
+    priskv_copy_mb: Annotated[int, at("PRISKV.copy_mb", _COPY, ge=1, le=1_000_000)] = 128
 
     eic_config_file: Annotated[
         str,
@@ -240,25 +279,29 @@ class Environment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     mock_use_gdr_put: Annotated[bool, at("MOCK.use_gdr_put", "take device memory on put")] = False
     mock_use_gdr_get: Annotated[bool, at("MOCK.use_gdr_get", "take device memory on get")] = False
 
-    rocksdb_root: Annotated[str, at("ROCKSDB.root", "directory")] = "~/.kv_cache_ol/rocksdb"
-    rocksdb_ttl_s: Annotated[int, at("ROCKSDB.ttl_s", "time to live in seconds", ge=0)] = 600
-    rocksdb_write_buffer_size: Annotated[int, at("ROCKSDB.write_buffer_size", "bytes of a write buffer", ge=1)] = (
-        67108864
-    )
-    rocksdb_target_file_size_base: Annotated[
-        int, at("ROCKSDB.target_file_size_base", "bytes of a file of the first level", ge=1)
+    rocksdb_root: Annotated[str, at("ROCKSDB.root", "directory", **_TEXT)] = "~/.kv_cache_ol/rocksdb"
+    rocksdb_ttl_s: Annotated[int, at("ROCKSDB.ttl_s", "time to live in seconds", ge=0, le=1_000_000_000)] = 600
+    rocksdb_write_buffer_size: Annotated[
+        int, at("ROCKSDB.write_buffer_size", "bytes of a write buffer", ge=1, **_BYTES)
     ] = 67108864
-    rocksdb_max_write_buffer_number: Annotated[int, at("ROCKSDB.max_write_buffer_number", "write buffers", ge=1)] = 3
-    rocksdb_max_total_wal_size: Annotated[int, at("ROCKSDB.max_total_wal_size", "bytes of write-ahead log", ge=0)] = (
-        134217728
-    )
-    rocksdb_max_background_jobs: Annotated[int, at("ROCKSDB.max_background_jobs", "background threads", ge=1)] = 8
+    rocksdb_target_file_size_base: Annotated[
+        int, at("ROCKSDB.target_file_size_base", "bytes of a file of the first level", ge=1, **_BYTES)
+    ] = 67108864
+    rocksdb_max_write_buffer_number: Annotated[
+        int, at("ROCKSDB.max_write_buffer_number", "write buffers", ge=1, le=1000)
+    ] = 3
+    rocksdb_max_total_wal_size: Annotated[
+        int, at("ROCKSDB.max_total_wal_size", "bytes of write-ahead log", ge=0, **_BYTES)
+    ] = 134217728
+    rocksdb_max_background_jobs: Annotated[
+        int, at("ROCKSDB.max_background_jobs", "background threads", ge=1, le=1000)
+    ] = 8
 
-    shfs_root: Annotated[str, at("SHFS.root", "shared file system directory")] = "~/.kv_cache_ol/shfs"
+    shfs_root: Annotated[str, at("SHFS.root", "shared file system directory", **_TEXT)] = "~/.kv_cache_ol/shfs"
 
     shfs_min_free_gb: Annotated[float, at("SHFS.min_free_gb", "GiB that stay free in the file system", ge=0)] = 1.0
 
-    redis_url: Annotated[str, at("REDIS.url", "redis://host:port, rediss:// for TLS, or unix:///path", secret=True)] = (
+    redis_url: Annotated[str, at("REDIS.url", "the server, or servers of one cluster", secret=True, **_REDIS_URL)] = (
         "redis://127.0.0.1:6379"
     )
     redis_username: Annotated[str, at("REDIS.username", "user, where the address names none")] = ""
@@ -269,15 +312,20 @@ class Environment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     redis_tls_check_hostname: Annotated[
         bool, at("REDIS.tls_check_hostname", "the server's certificate must name the host")
     ] = True
-    redis_ttl_s: Annotated[int, at("REDIS.ttl_s", "seconds that a value is kept; 0 = as the server likes", ge=0)] = 0
-    redis_timeout_s: Annotated[float, at("REDIS.timeout_s", "longest that one value may take, in seconds", gt=0)] = 2.0
+    redis_ttl_s: Annotated[
+        int, at("REDIS.ttl_s", "seconds that a value is kept; 0 = as the server likes", ge=0, le=1_000_000_000)
+    ] = 0
+    redis_timeout_s: Annotated[
+        float, at("REDIS.timeout_s", "longest that one value may take, in seconds", **_SECONDS)
+    ] = 2.0
     redis_connect_timeout_s: Annotated[
-        float, at("REDIS.connect_timeout_s", "longest that a connection may take, in seconds", gt=0)
+        float, at("REDIS.connect_timeout_s", "longest that a connection may take, in seconds", **_SECONDS)
     ] = 1.0
 
     def __post_init__(self) -> None:
         for row in ROWS:
-            if row.ok is not None and not row.ok(getattr(self, row.field)):
+            value = getattr(self, row.field)
+            if row.ok is not None and value != row.default and not row.ok(value):
                 raise ValueError(f"{row.field}: use {row.allowed}")
 
     def __repr__(self) -> str:

@@ -23,6 +23,28 @@ QUIET_REQUESTS = 32
 
 LOG_INTERVAL_S = 60.0
 
+DECAY = 0.2
+"""Weight of the newest measurement."""
+
+MIN_TOKENS = 16
+"""Shorter steps say nothing about prefill."""
+
+
+class Rate:
+    """Amounts per second, the newest measurement counting most; a prior of 0: nothing is believed yet."""
+
+    def __init__(self, prior: float) -> None:
+        self.value = prior
+
+    def measured(self, amount: float, seconds: float) -> None:
+        """Take a measurement; nothing to learn from none."""
+        if amount > 0 and seconds > 0:
+            self.value += DECAY * (amount / seconds - self.value)
+
+    def seconds(self, amount: float) -> float:
+        """How long *amount* takes."""
+        return amount / self.value if self.value else float("inf")
+
 
 class RateLimitedLog(LimitedLog):
     """What adapters log: one line a minute for each subject; the next line says how many were left out."""

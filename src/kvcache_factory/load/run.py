@@ -83,8 +83,9 @@ def run_load(plan: Plan, progress: Progress = lambda *_: None) -> list[Row]:
     """Run it and report.
 
     Rows: ``kind`` is ``count`` (``name``, ``own``: what the generator counted, ``ledger``: what the manager did,
-    ``metrics``: what its port says, ``agree``), ``drift`` (``name``, ``early``, ``late``: medians of the second and the
-    last quarter, ``change``, ``flat``) or ``sample`` (one moment).  Tokens, bytes and milliseconds, as ``unit`` says.
+    ``metrics`` and ``page``: what its port says, ``agree``), ``drift`` (``name``, ``early``, ``late``: medians of the
+    second and the last quarter, ``change``, ``flat``) or ``sample`` (one moment).  Tokens, bytes and milliseconds, as
+    ``unit`` says.
     """
     model = tiny_model(plan.seed)
     with CacheManager(_backend(plan), name="load", enable_metrics=True, metrics_port=plan.metrics_port) as manager:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from ..errors import ConfigError
+from ..observe.series import CORRUPT
 from .figures import Figures, State
 
 MANY = 0.2
@@ -65,8 +66,7 @@ def _locks(f: Figures) -> str:
 
 
 def _corrupt(f: Figures) -> str:
-    harmless = ("lease_gone", "gone", "timeout", "late", "busy")
-    bad = {r: n for r, n in f.reasons("load_failed", tiers_only=True).items() if n and r not in harmless}
+    bad = {r: n for r, n in f.reasons("load_failed", tiers_only=True).items() if n and r.startswith(CORRUPT)}
     return "load failures: " + ", ".join(f"{reason} {n}" for reason, n in sorted(bad.items())) if bad else ""
 
 
@@ -85,7 +85,8 @@ def _lost_requests(f: Figures) -> str:
 
 def _breakers(f: Figures) -> str:
     names = [f"{t['tier']}: {name}" for t in f.tiers for name, is_open in t.get("breakers", {}).items() if is_open]
-    failures = sum(f.times("error", tier["tier"]) for tier in f.tiers)
+    said = {r: n for r, n in f.reasons("store_error").items() if r not in ("full", "quarantined")}
+    failures = sum(said.values()) + sum(f.times("error", tier["tier"]) for tier in f.tiers)
     return "; ".join([*names, *([f"{failures} failures of a store"] if failures else [])])
 
 

@@ -63,6 +63,8 @@ GAUGES = {
     "io_running_jobs": ((), "Background jobs at work."),
     "io_queued_jobs": (("lane",), "Background jobs that wait: load, store, or remote."),
     "remote_running_operations": (("tier",), "Batches on their way to or from a remote level."),
+    "remote_member_up": (("tier", "member"), "Whether a server of a cluster is in use: 0 while its keys are misses."),
+    "remote_member_slots": (("tier", "member"), "Slots of keys that belong to it."),
     "abandoned_read_blocks": ((), "Blocks whose reads nobody waits for any more, but which have not ended."),
     "leases": ((), "Requests that hold blocks."),
     "sessions": ((), "Sessions."),

@@ -30,9 +30,9 @@ class Port:
     """One server and the managers that it shows, which it does not keep alive."""
 
     def __init__(self, host: str, number: int) -> None:
-        self.key = (host, number)
         self._managers: dict[int, weakref.ref[Any]] = {}
         self._serving = _serve(host, number, self.managers)
+        self.key = (host, self.address[1])  # the one that was free, for whoever joins it by its number
 
     @property
     def address(self) -> tuple[str, int]:
@@ -74,8 +74,7 @@ def join_port(manager: Any, host: str, number: int) -> Port:
         port = _PORTS.get((host, number)) if number else None
         if port is None:
             port = Port(host, number)
-            if number:
-                _PORTS[port.key] = port
+            _PORTS[port.key] = port
         port.join(manager)
         return port
 

@@ -178,6 +178,9 @@ def _manager(state: Mapping[str, Any]) -> Iterator[Series]:
             yield Series("breaker_open", (remote["tier"], breaker), is_open)
         yield Series("remote_running_operations", (remote["tier"],), remote.get("operations_in_flight", 0))
         yield Series("io_queued_jobs", ("remote",), remote["waiting_jobs"])
+        for row in remote.get("members", ()):
+            yield Series("remote_member_up", (remote["tier"], row["member"]), row["usable"])
+            yield Series("remote_member_slots", (remote["tier"], row["member"]), row["slots"])
     for lane in ("load", "store"):
         yield Series("io_queued_jobs", (lane,), state["io"][f"{lane}_queue"])
 

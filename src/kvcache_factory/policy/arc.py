@@ -9,7 +9,7 @@ import numpy as np
 from ..errors import ConfigError
 from .base import NO_TREE, Action, Keys, RequestHint, Rows, Target, TreeColumns, Unlink
 from .ghosts import Ghosts
-from .queues import FIRST, SECOND, SIZE, QueuePolicy, descend, leave_arc, leave_lowest, place
+from .queues import FIRST, SECOND, SIZE, QueuePolicy, leave_arc, leave_lowest, place, use_mq
 
 _NOBODY = np.empty((0, 1))
 
@@ -33,12 +33,13 @@ class ARCEvictionPolicy(QueuePolicy):
         self._returning = (_NOBODY, _NOBODY)
 
     def on_request(self, now: float, rows: Rows, hit_len: int, hint: RequestHint) -> None:
-        self._place(rows[:hit_len], self._MORE)
-        new = rows[hit_len:]
-        if len(new):
-            keys = self._keys[new]
+        queues = np.full(len(rows), self._MORE, np.int32)
+        if hit_len < len(rows):
+            keys = self._keys[rows[hit_len:]]
             known = (self._ghosts[0].take(keys) >= 0) | (self._ghosts[1].take(keys) >= 0)
-            place(self._books, new, known[:, 0].astype(np.int32))
+            queues[hit_len:] = known[:, 0]
+        place(self._books, rows, queues)
+        if hit_len < len(rows):
             self._trim()
 
     def restore(self, rows: Rows) -> None:
@@ -122,14 +123,9 @@ class MQEvictionPolicy(QueuePolicy):
 
     def on_request(self, now: float, rows: Rows, hit_len: int, hint: RequestHint) -> None:
         self._accesses += len(rows)
-        self._uses[rows[:hit_len]] += 1
         new = rows[hit_len:]
-        if len(new):
-            self._uses[new] = np.maximum(self._ghosts.take(self._keys[new])[:, 0], 0) + 1
-        queues = np.minimum(np.log2(self._uses[rows]), self.num_queues - 1).astype(np.int32)
-        self._expires[rows] = self._accesses + self._life
-        place(self._books, rows, queues)
-        descend(self._books, self._expires, self._accesses, self._life)
+        past = self._ghosts.take(self._keys[new]) if len(new) else _NOBODY
+        use_mq(self._books, self._uses, self._expires, rows, hit_len, past, self._accesses, self._life)
 
     def restore(self, rows: Rows) -> None:
         self._uses[rows] = 1

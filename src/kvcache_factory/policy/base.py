@@ -110,7 +110,7 @@ class EvictionPolicy(ABC):
         ``"session"``: in all of them, about whole sessions.
     action:
         What happens to what it chooses: ``"evict"``: it leaves the level; ``"swap_to_cpu"``, ``"swap_to_disk"``: it is
-        copied there before it leaves; ``"compress"``: a name only so far, refused when a manager is made.
+        copied there before it leaves; ``"compress"``: it is encoded, and leaves only if that does not help.
     """
 
     name: ClassVar[str] = ""

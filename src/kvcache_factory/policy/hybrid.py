@@ -23,6 +23,8 @@ class HybridPolicy(Chorus):
     ----------
     policies:
         The members, the more important first: policies, names, or mappings with ``name`` and ``options``.
+    target, action:
+        Those of the members that are given none.
     """
 
     name: ClassVar[str] = "hybrid"
@@ -38,7 +40,7 @@ class HybridPolicy(Chorus):
         super().__init__(max_size_gb, target=target, action=action)
         if isinstance(policies, str) or not isinstance(policies, Sequence):
             raise ConfigError(f"HybridPolicy({policies!r}): give a list of policies")
-        self.policies = [as_policy(policy) for policy in policies]
+        self.policies = [self._under(as_policy(policy)) for policy in policies]
         if not self.policies:
             raise ConfigError("HybridPolicy([]): give at least one policy")
         self._voices = [voice_of(policy) for policy in self.policies]
@@ -48,6 +50,14 @@ class HybridPolicy(Chorus):
         self.bytes_per_row = sum(60 + voice.bytes_per_row for voice in self._voices)
         self._evictor = (others or swaps)[0]
         self._swapper = (swaps or others)[0]
+
+    def _under(self, policy: EvictionPolicy) -> EvictionPolicy:
+        """*policy* with the target and action that are said here, where it has none of its own."""
+        target = self.target if policy.target is None else policy.target
+        action = self.action if policy.action == "evict" else policy.action
+        if (target, action) == (policy.target, policy.action):
+            return policy
+        return type(policy)(**policy.options() | {"target": target, "action": action})
 
     def options(self) -> dict[str, Any]:
         return {"policies": [as_data(policy) for policy in self.policies], **super().options()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import inspect
 from collections.abc import Mapping
 from importlib import import_module
 from typing import Any
@@ -51,6 +52,10 @@ def make_policy(name: str, **options: Any) -> EvictionPolicy:
     if policy is None:
         near = difflib.get_close_matches(name.lower(), known, 3, 0.3) or sorted(known)
         raise ConfigError(f"there is no eviction policy {name!r}; did you mean {' or '.join(near)}?")
+    allowed = inspect.signature(policy).parameters
+    unknown = [repr(option) for option in options if option not in allowed]
+    if unknown and not any(parameter.kind is parameter.VAR_KEYWORD for parameter in allowed.values()):
+        raise ConfigError(f"eviction policy {name!r} has no option {', '.join(unknown)}; use {', '.join(allowed)}")
     try:
         return policy(**options)
     except TypeError as error:

@@ -232,10 +232,22 @@ def leave_arc(
     return found
 
 
-@kernel(f"void({_BOOKS}, i8[::1], i8, i8)")
-def descend(books: Any, expires: Any, accesses: Any, lifetime: Any) -> None:
-    """Let the rows of MQ that were not used for a lifetime go down by one queue."""
+@kernel(f"void({_BOOKS}, i8[::1], i8[::1], i4[::1], i8, f8[:,::1], i8, i8)")
+def use_mq(books: Any, uses: Any, expires: Any, rows: Any, hits: Any, past: Any, accesses: Any, lifetime: Any) -> None:
+    """MQ: put *rows* into the queues of their uses, and let what was not used for a lifetime go down by one queue.
+
+    The first *hits* have been there; *past* has the uses of the others from before they left, if they are known.
+    """
     _, _, _, heap, state = books
+    for i in range(len(rows)):
+        row = rows[i]
+        before = uses[row] if i < hits else int(max(past[i - hits, 0], 0.0))
+        uses[row] = before + 1
+        q = 0
+        while q < len(heap) - 1 and (before + 1) >> (q + 1) > 0:
+            q += 1
+        expires[row] = accesses + lifetime
+        _move(books, row, q)
     for q in range(1, len(heap)):
         while state[q] > 0 and expires[heap[q, 0]] < accesses:
             row = heap[q, 0]

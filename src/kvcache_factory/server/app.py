@@ -7,7 +7,7 @@ from importlib import resources
 from typing import Any
 
 import msgspec
-from prometheus_client import make_asgi_app
+from prometheus_client.exposition import choose_encoder
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.middleware import Middleware
@@ -58,7 +58,8 @@ def make_app(
             Route("/readyz", look.readyz, methods=["GET"]),
             Route("/state", look.state, methods=["GET"]),
             Route("/actions", look.act, methods=["POST"]),
-            Route("/metrics", _Plain(make_asgi_app(registry_of_all(managers)))),
+            Route("/metrics", look.metrics, methods=["GET"]),
+            Route("/metrics/", look.metrics, methods=["GET"]),
         ],
         middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=list(hosts), www_redirect=False)],
     )
@@ -71,6 +72,7 @@ class _Look:
         self._managers = managers
         self._history = history
         self._token = token
+        self._registry = registry_of_all(managers)
 
     async def healthz(self, request: Request) -> Response:
         return _json({"alive": True, "version": __version__})
@@ -83,6 +85,10 @@ class _Look:
         text = request.query_params.get("sessions", "")
         limit = int(text) if text.isascii() and text.isdigit() else None
         return _json(await run_in_threadpool(self._describe, limit))
+
+    async def metrics(self, request: Request) -> Response:
+        encode, kind = choose_encoder(request.headers.get("accept", ""))
+        return Response(await run_in_threadpool(encode, self._registry), headers={**HEADERS, "Content-Type": kind})
 
     async def act(self, request: Request) -> Response:
         scheme, _, given = request.headers.get("authorization", "").partition(" ")
@@ -131,16 +137,6 @@ def _file(name: str, kind: str) -> Callable[[Request], Any]:
         return Response(content, media_type=kind, headers=HEADERS)
 
     return serve
-
-
-class _Plain:
-    """An application on one path: a mount would answer the path without a slash by a redirection."""
-
-    def __init__(self, app: Any) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        await self._app(scope, receive, send)
 
 
 def _sessions(state: dict[str, Any]) -> list[dict[str, Any]]:

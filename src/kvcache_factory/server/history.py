@@ -8,6 +8,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from ..observe.log import LimitedLog
+
 EVERY_S = 2.0
 KEPT = 300
 
@@ -45,8 +47,12 @@ class History:
         return list(self._samples.get(label, ()))
 
     def _work(self) -> None:
+        log = LimitedLog()
         while not self._ended.wait(self._every_s):
-            self.sample()
+            try:
+                self.sample()
+            except Exception as error:  # the page goes on with the next one
+                log.warning("history", f"the page has no sample of this moment: {error!r}", exc_info=True)
 
     def sample(self) -> None:
         """Take one sample of each manager, and forget those that are gone."""

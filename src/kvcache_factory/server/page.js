@@ -113,7 +113,7 @@ function sessionRow(session) {
   const row = make("tr");
   row.dataset.session = session.session;
   const reused = session.asked_tokens ? percent(session.reused_tokens / session.asked_tokens) : "–";
-  const quota = session.quota_bytes ? bytes(session.quota_bytes) : "none";
+  const quota = session.quota_bytes === null ? "none" : bytes(session.quota_bytes);
   const cells = [session.session, bytes(session.bytes), quota, count(session.requests), reused, span(session.idle_s)];
   for (const text of cells) row.append(make("td", text));
   row.firstChild.title = session.session;

@@ -16,7 +16,7 @@ from ..engine.tree import NO_KEYS
 from ..errors import ConfigError, SessionExistsError, UnknownSessionError
 from .holdings import UNLIMITED, Group, Quota, leading_that_fit
 from .model import PRUNE_AT, Session, SessionOptions, forked
-from .settings import EVERY, SessionSettings, Size
+from .settings import EVERY, SessionSettings, Size, is_name
 
 if TYPE_CHECKING:
     from ..engine.tier import Tier
@@ -70,8 +70,8 @@ class SessionBook:
 
     def create(self, session_id: str, options: SessionOptions | None = None) -> Session:
         """A new session; SessionExistsError when the id is taken."""
-        if not isinstance(session_id, str) or not session_id:
-            raise ConfigError(f"a session id must be a non-empty string, not {session_id!r}")
+        if not is_name(session_id):
+            raise ConfigError(f"a session id must be a non-empty string of Unicode text, not {session_id!r}")
         rules, given = self.settings, options or SessionOptions()
         options = msgspec.structs.replace(
             given,
@@ -171,7 +171,8 @@ class SessionBook:
             mortal = [s for s in self._sessions.values() if s.ttl_s is not None and not s.pinned]
             due = [s for s in mortal if s.ttl_s is not None and not s.inside and s.idle_s >= s.ttl_s]
             rest = [s.used_at + (s.ttl_s or 0.0) if not s.inside else self.clock() + (s.ttl_s or 0.0) for s in mortal]
-            late = [at for s, at in zip(mortal, rest, strict=True) if s not in due]
+            gone = set(due)
+            late = [at for s, at in zip(mortal, rest, strict=True) if s not in gone]
             self.next_due = min(late, default=float("inf"))
             return due
 

@@ -56,6 +56,13 @@ class Keeper:
         self.remotes.append(remote)
         for session in self.book:
             remote.call("create_session", session.id, msgspec.to_builtins(session.options))
+            if session.reuse_hint != "unknown":
+                remote.call("session_hint", session.id, session.reuse_hint)
+
+    def _tell(self, session: Session) -> None:
+        """What was said about a session's return is said where its blocks are."""
+        for remote in self.remotes if session.purged is None else ():
+            remote.call("session_hint", session.id, session.reuse_hint)
 
     def _stand_guard(self, size: Size | None) -> None:
         """Count what comes into each tier from now on, if *size* is one by tiers."""
@@ -91,7 +98,7 @@ class Keeper:
         return self._begun(session, "fork_session", source_id, session_id, options)
 
     def _begun(self, session: Session, verb: str, *args: Any) -> Session:
-        session.measure = self.measure
+        session.measure, session.tell = self.measure, self._tell
         plain = [msgspec.to_builtins(a) if isinstance(a, SessionOptions) else a for a in args]
         for remote in self.remotes:
             remote.call(verb, *plain)
@@ -103,20 +110,29 @@ class Keeper:
     def pin(self, session_id: str, pinned: bool) -> None:
         """See ``CacheManager.pin_session``."""
         self._require_open()
-        session = self.book.get(session_id)
-        session.pinned = pinned
-        session.touch()
-        self.hold(session)
-        if not pinned and session.ttl_s is not None:
-            self.book.next_due = min(self.book.next_due, session.used_at + session.ttl_s)
+        if not self.only_elsewhere(session_id):
+            session = self.book.get(session_id)
+            session.pinned = pinned
+            session.touch()
+            self.hold(session)
+            if not pinned and session.ttl_s is not None:
+                self.book.next_due = min(self.book.next_due, session.used_at + session.ttl_s)
         for remote in self.remotes:
             remote.call("pin_session", session_id, pinned)
 
     def clear(self, session_id: str, reason: str = "session_cleared") -> int:
         """Forget what a session said, and drop what only it references; returns how many blocks were dropped."""
+        if self.only_elsewhere(session_id):
+            return 0
         keys = self.book.clear(session_id)
         self.hold(self.book.get(session_id))
         return self._chain.drop_unshared(keys, reason).blocks
+
+    def only_elsewhere(self, session_id: str) -> bool:
+        """Whether a session is not known here, but in an engine's process: by a request that named it."""
+        if not isinstance(session_id, str) or session_id in self.book:
+            return False
+        return any(remote.call("session_idle_s", session_id) is not None for remote in self.remotes)
 
     def dismiss(self, session_id: str) -> bool:
         """Stop accounting for a session; its blocks stay, charged to nobody.  False when there is none."""
@@ -130,6 +146,7 @@ class Keeper:
         """Remove a session, and drop what only it references; nothing when there is no such session."""
         session = self.book.find(session_id)
         if session is None:
+            self._end_elsewhere(session_id, purge)
             return
         held = sum(self.measure(session).values())
         alone = self.book.destroy(session_id, purge)
@@ -138,6 +155,9 @@ class Keeper:
         text = f"session {session_id!r} closed ({reason}): it held {held:,} bytes, {gone.nbytes:,} were freed"
         fields = {"held_bytes": held, "freed_bytes": gone.nbytes, "freed_blocks": gone.blocks, "reason": reason}
         self._log.info("session_closed", text, session=session_id, **fields, requests=session.requests, purged=purge)
+        self._end_elsewhere(session_id, purge)
+
+    def _end_elsewhere(self, session_id: str, purge: bool) -> None:
         for remote in self.remotes:
             remote.call("destroy_session", session_id, purge)
 

@@ -89,6 +89,8 @@ class Session:
         self._lock = threading.RLock()  # a destructor may end a scope inside
         self.used_at = clock()
         self.measure: Callable[[Session], dict[str, int]] = _nothing
+        self.tell: Callable[[Session], None] = _nobody
+        """Called when its hint has changed."""
 
     def __repr__(self) -> str:
         return f"Session({self.id!r}, requests={self.requests}, reused_tokens={self.reused_tokens})"
@@ -103,6 +105,7 @@ class Session:
     @reuse_hint.setter
     def reuse_hint(self, said: ReuseHint) -> None:
         self._reuse_hint = RequestHint(reuse=said).reuse
+        self.tell(self)
 
     @property
     def idle_s(self) -> float:
@@ -138,7 +141,7 @@ class Session:
             "blocks": len(self.held),
             "bytes": sum(held.values()),
             "tier_bytes": held,
-            "quota_bytes": sum(quotas.values()) or None,
+            "quota_bytes": sum(quotas.values()) if quotas else None,
             "tier_quota_bytes": quotas,
             "on_quota": self.on_quota,
             "pinned": self.pinned,
@@ -164,3 +167,7 @@ def forked(data: dict[str, Any]) -> dict[str, Any]:
 
 def _nothing(session: Session) -> dict[str, int]:
     return {}
+
+
+def _nobody(session: Session) -> None:
+    pass

@@ -79,10 +79,18 @@ def check_ttl(value: Any) -> None:
         raise ConfigError(f"ttl_s={value!r}: give seconds above 0, or None")
 
 
+def is_name(value: Any) -> bool:
+    """Whether *value* is text that can be shown and sent: not empty, and UTF-8."""
+    try:
+        return isinstance(value, str) and bool(value.encode())
+    except UnicodeEncodeError:  # half of a surrogate pair
+        return False
+
+
 def check_labels(labels: Any) -> dict[str, str]:
     """Labels as a dict of their own; ConfigError when they are not strings by name."""
     labels = {} if labels is None else labels
-    texts = isinstance(labels, Mapping) and all(isinstance(t, str) and t for pair in labels.items() for t in pair)
+    texts = isinstance(labels, Mapping) and all(is_name(text) for pair in labels.items() for text in pair)
     if not texts:
         raise ConfigError(f"labels={labels!r}: give a dict of strings, such as {{'tenant': 'acme', 'route': 'chat'}}")
     return dict(labels)

@@ -113,7 +113,7 @@ class SessionVerbs:
 
         With *purge*, stores overwrite the bytes of these blocks, also of those that are being written now.
         """
-        known = self.has_session(session_id)
+        known = self.has_session(session_id) or self._keeper.only_elsewhere(session_id)
         # Called from __del__ too, in the middle of anything, and at exit, where half of the world may be gone.
         if known:
             self._later.soon(partial(self._keeper.end, session_id, purge))

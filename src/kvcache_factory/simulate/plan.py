@@ -30,6 +30,8 @@ REFINEMENTS = 5
 HOURS_A_MONTH = 730.0
 BUSY = 0.5
 """Share of the bandwidth of the NVMe that may be used on average, where no prices decide."""
+SHORT = 0.02
+"""By what part of the target two tiers together may fall short of it before they get more DRAM."""
 DRAM, NVME = "dram", "nvme"
 
 
@@ -48,9 +50,10 @@ class Prices(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """From ``dram=3.2,nvme=0.08,gpu=2.5``, or a JSON file with these names."""
         try:
             if Path(text).is_file():
-                return msgspec.json.decode(Path(text).read_bytes(), type=cls)
-            pairs = dict(part.split("=", 1) for part in text.replace(" ", "").split(","))
-            prices = msgspec.convert({name: float(value) for name, value in pairs.items()}, cls)
+                prices = msgspec.json.decode(Path(text).read_bytes(), type=cls)
+            else:
+                pairs = dict(part.split("=", 1) for part in text.replace(" ", "").split(","))
+                prices = msgspec.convert({name: float(value) for name, value in pairs.items()}, cls)
         except (OSError, ValueError, msgspec.MsgspecError) as error:
             raise ConfigError(f"prices {text!r}: {error}; use dram=3.2,nvme=0.08,gpu=2.5 or a JSON file") from error
         if any(price is not None and not 0 <= price < float("inf") for price in msgspec.structs.astuple(prices)):
@@ -164,7 +167,9 @@ class Planner:
 
     def _fast(self, points: list[Point], enough: Point, knee: Point) -> Point:
         """The faster tier: what earns most by the prices; else the least that leaves the NVMe half idle, or a knee."""
-        choices = [point for point in points if point.blocks <= enough.blocks] or [enough]
+        # What is stored comes in through DRAM: a request that does not fit there is cut off.
+        longest = int(self.workload.lengths.max())
+        choices = [point for point in points if longest <= point.blocks <= enough.blocks] or [enough]
         if None not in (self.prices.dram, self.prices.nvme, self.prices.gpu):
             return max(choices, key=lambda point: self._earns(point, enough))
         idle = [point for point in choices if self._nvme_load(point, enough) <= BUSY]
@@ -191,15 +196,26 @@ class Planner:
     def _a_month(self, seconds: float) -> float:
         return seconds / self._span_s * (self.prices.gpu or 0.0) * HOURS_A_MONTH
 
-    def _answer(self, fast: Point, enough: Point, progress: Progress) -> list[Row]:
-        if fast.blocks >= enough.blocks:
-            return [self._row("answer", DRAM, enough.blocks, enough.outcome)]
+    def _answer(self, first: Point, enough: Point, progress: Progress) -> list[Row]:
+        """The parts and the whole; DRAM grows until both tiers serve nearly what the NVMe alone would."""
+        wanted = (1 - SHORT) * min(enough.hit, self.target * self.reusable)
+        for fast in sorted(self._points.values(), key=lambda point: point.blocks):
+            if first.blocks <= fast.blocks < enough.blocks:
+                outcome = self._together(fast, enough, progress)
+                if outcome.usable_hit >= wanted:
+                    return self._parts(fast, enough, outcome)
+        return [self._row("answer", DRAM, enough.blocks, enough.outcome)]
+
+    def _together(self, fast: Point, enough: Point, progress: Progress) -> Outcome:
         sizes = [Size(DRAM, fast.blocks), Size(NVME, enough.blocks)]
-        outcome = Replay(self.workload, self.policy, sizes, self.study.settings).run(
+        return Replay(self.workload, self.policy, sizes, self.study.settings).run(
             lambda at, total: progress(self._steps - 1 + at / total, self._steps)
         )
+
+    def _parts(self, fast: Point, enough: Point, outcome: Outcome) -> list[Row]:
         price = self.prices.month(self._gib(fast.blocks), self._gib(enough.blocks))
-        parts = [self._row("answer", size.name, size.blocks, outcome, number) for number, size in enumerate(sizes)]
+        sizes = enumerate(outcome.sizes)
+        parts = [self._row("answer", size.name, size.blocks, outcome, number) for number, size in sizes]
         whole = self._row("answer", f"{DRAM}+{NVME}", fast.blocks + enough.blocks, outcome)
         return [*parts, whole | {"price_a_month": price}]
 

@@ -35,7 +35,7 @@ from .workload import NEVER, Progress, Workload
 Hints = Literal["none", "trace", "oracle"]
 Blocks = npt.NDArray[np.int32]
 
-_KINDS = {"gpu": "gpu", "hbm": "gpu", "nvme": "disk", "disk": "disk", "ssd": "disk"}
+KINDS = {"gpu": "gpu", "hbm": "gpu", "nvme": "disk", "disk": "disk", "ssd": "disk"}
 """What a tier of this name is to a policy with a target; any other is memory of the host."""
 
 REPORT_EVERY = 512
@@ -167,7 +167,7 @@ class Replay:
     def _open_tiers(self, spec: BlockSpec) -> TierChain:
         # More rows than there are blocks cost memory and change nothing.
         rows = [min(size.blocks, 2 * self.workload.unique) for size in self.sizes]
-        kinds = [_KINDS.get(size.name, "cpu") for size in self.sizes]
+        kinds = [KINDS.get(size.name, "cpu") for size in self.sizes]
         check_placement(self.policy, kinds)
         made = [
             StillTier(size.name, count, policy_at(self.policy, kind), self.ledger, self.clock)

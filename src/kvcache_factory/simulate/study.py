@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
+from functools import cache
 from typing import Any, Literal, NamedTuple
 
 import msgspec
@@ -13,11 +14,12 @@ import numpy as np
 from ..block.spec import BlockSpec
 from ..errors import CapacityError, ConfigError
 from ..policy.base import EvictionPolicy
+from ..policy.placement import size_cap_gb
 from ..registry import make_policy
 from .cost import CostModel, saved_s
 from .flat import replay_flat
 from .optimum import optimum
-from .replay import Outcome, Replay, Settings, Size
+from .replay import KINDS, Outcome, Replay, Settings, Size
 from .still import row_bytes
 from .workload import Progress, Workload
 
@@ -53,7 +55,7 @@ class Capacity(NamedTuple):
         if not self.unit:
             return max(1, int(self.value))
         if spec is None:
-            raise ConfigError(f"a capacity in {self.unit} needs to know what a block weighs; name a --model")
+            raise ConfigError("a capacity in bytes needs to know what a block weighs; name a --model")
         blocks = int(self.value * _UNITS[self.unit] / row_bytes(spec))
         if blocks < 1:
             raise CapacityError(
@@ -73,6 +75,26 @@ def parse_tiers(text: str) -> list[tuple[str, Capacity]]:
     if len({name for name, _ in tiers}) < len(tiers):
         raise ConfigError(f"{text!r} names a tier twice")
     return tiers
+
+
+def capped(sizes: list[Size], policy: EvictionPolicy, spec: BlockSpec | None) -> list[Size]:
+    """*sizes* under the ``max_size_gb`` of *policy*: of single tiers, and of all in memory together."""
+    kinds = [KINDS.get(size.name, "cpu") for size in sizes]
+    caps, left = [size_cap_gb(policy, kind) for kind in kinds], size_cap_gb(policy, None)
+    if left is None and not any(caps):
+        return sizes
+    if spec is None:
+        raise ConfigError(f"{policy!r}: max_size_gb needs to know what a block weighs; name a --model")
+    weight, held = row_bytes(spec) / GIB, []
+    for size, kind, cap in zip(sizes, kinds, caps, strict=True):
+        blocks = size.blocks if cap is None else min(size.blocks, int(cap / weight))
+        if left is not None and kind != "disk":
+            blocks = min(blocks, int(left / weight))
+            left -= blocks * weight
+        if blocks < 1:
+            raise CapacityError(f"{policy!r} leaves {size.name} no room for one block of {1024 * weight:,.1f} MiB")
+        held.append(Size(size.name, blocks))
+    return held
 
 
 def parse_policy(text: str) -> EvictionPolicy:
@@ -117,17 +139,19 @@ class Study(msgspec.Struct, frozen=True):
             raise ConfigError("flat semantics knows no tiers and no requests in flight; use prefix semantics")
         found: list[tuple[Row, Outcome]] = []
         uses = workload.next_uses() if self.with_optimum else None
+        best_of = cache(lambda blocks: optimum(workload, blocks, uses))
         runs = len(self.sizes) * len(self.policies)
         for tiers in self.sizes:
             sizes = [Size(name, asked.blocks(workload, self.settings.spec)) for name, asked in tiers]
-            best = optimum(workload, sum(size.blocks for size in sizes), uses) if uses is not None else None
             for name, policy in self.policies:
+                held = capped(sizes, policy, self.settings.spec)
+                best = best_of(sum(size.blocks for size in held)) if uses is not None else None
                 done = len(found)
 
                 def step(at: float, total: float, done: int = done) -> None:
                     progress(done + at / total, runs)
 
-                outcome = self._replay(workload, policy, sizes, step)
+                outcome = self._replay(workload, policy, held, step)
                 found.append((self._row(workload, name, outcome, best), outcome))
         progress(runs, runs)
         return found
@@ -170,8 +194,8 @@ class Study(msgspec.Struct, frozen=True):
 
 
 def parse_list(text: str) -> Sequence[str]:
-    """The parts of a list with commas, blanks taken away; ConfigError when there is none."""
-    parts = [part.strip() for part in text.split(",") if part.strip()]
+    """The parts of a list with commas, but for those in brackets, blanks taken away; ConfigError when there is none."""
+    parts = [part.strip() for part in re.split(r",(?![^\[\]]*\])", text) if part.strip()]
     if not parts:
         raise ConfigError(f"{text!r} is an empty list")
     return parts

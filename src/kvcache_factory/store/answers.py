@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -20,6 +20,10 @@ _WORDS = {
 }
 
 
+ANYTHING = (Exception, asyncio.CancelledError, KeyboardInterrupt, SystemExit)
+"""What a client may raise: one that ends the loop would end every other call with it."""
+
+
 class Answers(msgspec.Struct, frozen=True):
     """How many leading blocks went well, and what came of the next."""
 
@@ -28,9 +32,17 @@ class Answers(msgspec.Struct, frozen=True):
     detail: str = ""
 
 
-async def together(calls: Sequence[Awaitable[Any]]) -> list[Any]:
+async def together(calls: Sequence[Callable[[], Awaitable[Any]]]) -> list[Any]:
     """Every call to its end, exceptions as results: none may be running when its memory is given back."""
-    return list(await asyncio.gather(*calls, return_exceptions=True))
+    return await asyncio.gather(*map(_result, calls))
+
+
+async def _result(call: Callable[[], Awaitable[Any]]) -> Any:
+    """What a call answers or raises: also at once, also to end the program, which would end the loop alone."""
+    try:
+        return await call()
+    except ANYTHING as error:
+        return error
 
 
 def leading(answers: Sequence[object]) -> Answers:

@@ -72,7 +72,10 @@ class Store(ABC):
 
     @abstractmethod
     def read(self, slots: Slots, target: SlotMemory, target_slots: Slots, target_offset: int) -> int:
-        """Copy the payloads of *slots* into *target_slots*; returns how many of the leading ones were read."""
+        """Copy the payloads of *slots* into *target_slots*; returns how many of the leading ones were read.
+
+        Raises StoreError, with a reason, when the first cannot be read; 0 where it is not there any more.
+        """
 
     def figures(self) -> dict[str, Any]:
         """What there is to say beyond blocks, as plain data, whether open or not; each of these where it applies.
@@ -328,8 +331,8 @@ class OutsideStore(ABC):
         """Whether calls of this *way*, ``"get"`` or ``"put"``, take slots of a device, with headers apart."""
 
     @abstractmethod
-    def state(self) -> dict[str, str | int | bool]:
-        """Connector, breaker and what is in flight, as plain data."""
+    def state(self) -> dict[str, Any]:
+        """Connector, breaker, what is in flight and the servers of a cluster, as plain data."""
 
     @abstractmethod
     def close(self) -> None:

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Executor
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -20,7 +21,7 @@ from ..connector.base import Connector, ConnectorFeature, MemoryRegion, OptionsC
 from ..errors import KVCacheError, StoreError
 from ..memory.device import DeviceSlab
 from ..status import Status, StatusCodes
-from .answers import Answers, after, leading, together
+from .answers import ANYTHING, Answers, after, leading, together
 from .base import Operation, OutsideStore, SlotMemory, Slots
 from .breaker import Breaker
 from .lent import get_lent, put_lent
@@ -104,8 +105,8 @@ class RemoteStore(OutsideStore):
         self._closed = False
 
     def _connect(self) -> None:
-        connector = self._make(self._executor)
         try:
+            connector = self._make(self._executor)
             self._executor.submit(self._open, connector).result(self.settings.open_timeout_s)
         except TimeoutError:
             raise self._unavailable(f"no answer within {self.settings.open_timeout_s:g} s") from None
@@ -197,7 +198,9 @@ class RemoteStore(OutsideStore):
         """Whether values may lie in device memory on their *way*, ``"put"`` or ``"get"``."""
         return self._feature.gdr_put if way == "put" else self._feature.gdr_get
 
-    def state(self) -> dict[str, str | int | bool]:
+    def state(self) -> dict[str, Any]:
+        connector = self._connector
+        members = connector.members() if isinstance(connector, OptionsConnector) else []
         with self._lock:
             return {
                 "connector": self.settings.name,
@@ -206,6 +209,7 @@ class RemoteStore(OutsideStore):
                 "operations_in_flight": self._in_flight,
                 "abandoned_blocks": self._abandoned,
                 "out_of_service": self._abandoned > self._most_abandoned,
+                "members": members,
             }
 
     def _do(self, blocks: int, work: Work, deadline_s: float) -> Operation:
@@ -219,7 +223,7 @@ class RemoteStore(OutsideStore):
             self._in_flight += 1
             self._loop.enter(self._run(operation, work))
         if operation.wait(max(deadline_s, 0)):
-            self._judge(operation.reason)
+            self._judge(operation.reason, operation.detail)
             return operation
         with self._lock:
             self._abandoned += blocks
@@ -242,7 +246,7 @@ class RemoteStore(OutsideStore):
         answers = Answers(0, "error")
         try:
             answers = await work()
-        except (Exception, asyncio.CancelledError) as error:
+        except ANYTHING as error:
             answers = Answers(0, "error", f"{type(error).__name__}: {error}")
         finally:
             with self._lock:
@@ -275,7 +279,9 @@ class RemoteStore(OutsideStore):
         whole = isinstance(connector, OptionsConnector) and connector.batched_lookups
         for start in range(0, len(names), step):
             part = names[start : start + step]
-            asked = getattr(connector, f"m{verb}")(part) if whole else together([single(name) for name in part])
+            asked = (
+                getattr(connector, f"m{verb}")(part) if whole else together([partial(single, name) for name in part])
+            )
             done = after(done, leading(await asked))
             if done.reason:
                 break
@@ -289,7 +295,7 @@ class RemoteStore(OutsideStore):
         for start in range(0, len(names), step):
             part = slice(start, start + step)
             pairs = zip(names[part], regions[part], strict=True)
-            done = after(done, leading(await together([call(name, region) for name, region in pairs])))
+            done = after(done, leading(await together([partial(call, name, region) for name, region in pairs])))
             if done.reason:
                 break
         return done
@@ -307,19 +313,22 @@ class RemoteStore(OutsideStore):
 
     # -- breaker ------------------------------------------------------------------------------------------------------
 
-    def _judge(self, reason: str) -> None:
+    def _judge(self, reason: str, detail: str = "") -> None:
         if reason in _HARMLESS:
             if not self.breaker.is_open:  # a late success of an old call proves little; a trial closes it
                 self.breaker.succeeded()
-        elif reason != "closed" and self.breaker.failed():
+            return
+        if detail:
+            self._say(f"a call failed: {detail[:200]}", about=reason)
+        if reason != "closed" and self.breaker.failed():
             self._say(f"out of order ({reason}); not asked until it answers")
             self._try_later()
 
-    def _say(self, text: str) -> None:
-        """One line a minute for each text: a store that comes and goes must not fill a log."""
-        now = time.monotonic()
-        if now - self._said.get(text, -LOG_EVERY_S) >= LOG_EVERY_S:
-            self._said = {text: now, **{t: s for t, s in self._said.items() if now - s < LOG_EVERY_S}}
+    def _say(self, text: str, about: str = "") -> None:
+        """One line a minute for each text, or what it is *about*: a store that comes and goes must not fill a log."""
+        now, about = time.monotonic(), about or text
+        if now - self._said.get(about, -LOG_EVERY_S) >= LOG_EVERY_S:
+            self._said = {about: now, **{t: s for t, s in self._said.items() if now - s < LOG_EVERY_S}}
             _log.warning("connector %s: %s", self.settings.name, text)
 
     def _try_later(self) -> None:
@@ -333,7 +342,7 @@ class RemoteStore(OutsideStore):
         reached = False
         try:
             reached = await self._answers() or await self._reconnect()
-        except (Exception, asyncio.CancelledError):
+        except ANYTHING:
             reached = False
         finally:
             self._probing = False
@@ -343,14 +352,13 @@ class RemoteStore(OutsideStore):
                 self._try_later()
 
     async def _answers(self) -> bool:
-        trial = asyncio.ensure_future(self._open_connector.exists(_PROBE))
+        trial = asyncio.ensure_future(together([partial(self._open_connector.exists, _PROBE)]))
         done, _ = await asyncio.wait([trial], timeout=self.settings.probe_timeout_s)
         if not done:
             await asyncio.wait([trial])  # one trial at a time: a call that hangs is not joined by others
             return False
-        if trial.exception() is not None:
-            return False
-        return trial.result().error_code in (StatusCodes.OK, StatusCodes.NOT_FOUND)
+        [answer] = trial.result()
+        return isinstance(answer, Status) and answer.error_code in (StatusCodes.OK, StatusCodes.NOT_FOUND)
 
     async def _reconnect(self) -> bool:
         """Close and open the connector, where nothing is on its way with it."""

@@ -257,7 +257,7 @@ class ConnectorTests(ABC):
     def test_batches_are_the_single_calls(self, connector: Connector[bytes, Any], call: Call, memory: Memory) -> None:
         """One status for each pair, in order; a miss spoils no neighbour; an empty batch is a batch."""
         if not connector.feature.mput_mget:
-            pytest.skip("this connector has no calls for a batch")
+            pytest.skip("this connector does not offer mput_mget: single calls are all it has")
         keys = [b"key/%d" % number for number in range(4)]
         assert [s.is_ok() for s in call(connector.mput(keys[:3], [memory[row] for row in range(3)]))] == [True] * 3
         done = call(connector.mget([keys[2], keys[3], keys[0]], [memory[row] for row in (4, 5, 6)]))
@@ -271,7 +271,7 @@ class ConnectorTests(ABC):
     ) -> None:
         """Cutting loses nothing and keeps to the bound."""
         if not connector.feature.mput_mget:
-            pytest.skip("this connector has no calls for a batch")
+            pytest.skip("this connector does not offer mput_mget: single calls are all it has")
         keys = [b"key/%d" % number for number in range(REGIONS - 1)]
         regions = [memory[row] for row in range(len(keys))]
         batches = connector.get_batches(keys, regions, 3)
@@ -285,7 +285,7 @@ class ConnectorTests(ABC):
         """With GDR: what is gathered is one value, and can be scattered again."""
         feature = connector.feature
         if not (feature.gdr_put or feature.gdr_get):
-            pytest.skip("this connector takes one region for a value")
+            pytest.skip("this connector offers neither gdr_put nor gdr_get: a value is one region")
         half = memory.size // 2
         parts = [memory.part(0, half), memory.part(1, memory.size - half)]
         whole = np.concatenate([memory.row(memory.bytes, 0)[:half], memory.row(memory.bytes, 1)[: memory.size - half]])
@@ -300,7 +300,7 @@ class ConnectorTests(ABC):
     def test_values_outlast_the_connection(self, executor: Executor, tmp_path: Path, call: Call) -> None:
         """What one connector stored, the next one finds."""
         if not self.lasting:
-            pytest.skip("values of this connector go with it")
+            pytest.skip("this connector says that its values go with it (lasting = False)")
         memory = Memory(PAGE)
         first = self.opened(executor, tmp_path, memory)
         assert call(first.put(b"key", memory[0])).is_ok()

@@ -13,6 +13,7 @@ from transformers import LlamaForCausalLM
 from kvcache_factory import CacheManager, CPUBackend, HierarchicalBackend, RemoteBackend
 from kvcache_factory.connector import mock
 from kvcache_factory.integration.transformers import TransformersCacheAdapter
+from kvcache_factory.keyspace import MAX_WAIT_S
 
 SHARE = "transformers"
 PROMPT = torch.arange(1, 41)[None]
@@ -66,3 +67,21 @@ def test_a_dead_store_is_a_miss(model: LlamaForCausalLM) -> None:
         assert level is not None
         level.store._connector.close()  # type: ignore[attr-defined]
         assert torch.equal(generate(model), plain)
+
+
+def test_nobody_waits_longer_than_computing_takes(model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before anything was measured the bound is the fixed one; then it is what the prompt's missing part would take."""
+    waits: list[float] = []
+    with attached(model) as (manager, adapter):
+        monkeypatch.setattr(type(adapter.space), "ask_remotely", lambda space, chains, wait_s: waits.append(wait_s))
+        generate(model)
+        assert waits == [MAX_WAIT_S]
+        rate = adapter._prefill.value
+        assert rate > 0
+        adapter._prefill.value = 1000.0
+        generate(model)  # what the first call stored is in memory: 11 blocks of 4 tokens, more than the prompt
+        assert waits[1:] == [0.0]
+        adapter._prefill.value = 1000.0
+        manager.reset()
+        generate(model)
+        assert waits[2:] == [40 / 1000.0]

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from kvcache_factory import CacheManager, CPUBackend
+from kvcache_factory.errors import ConfigError
 from kvcache_factory.integration.vllm.control import Client, Door, Server
 from kvcache_factory.integration.vllm.owner import Owner
 from kvcache_factory.integration.vllm.remote import handlers
@@ -57,6 +58,25 @@ def test_sessions_are_made_under_the_same_rules(engine: tuple[SmallCache, Client
     assert not there.session("s").pinned
     parent.destroy_session("s")
     assert not there.has_session("s")
+
+
+def test_what_is_said_of_a_session_s_return_reaches_the_engine(engine: tuple[SmallCache, Client]) -> None:
+    """Said before the engine came, and after; of a session that has ended, nothing is said any more."""
+    there = engine[0].manager
+    manager = CacheManager(CPUBackend(size_gb=1))
+    manager.create_session("before").reuse_hint = "tool_pending"
+    manager.follow(engine[1])
+    assert there.session("before").reuse_hint == "tool_pending"
+    session = manager.create_session("s")
+    session.reuse_hint = "ended"
+    assert there.session("s").reuse_hint == "ended"
+    with pytest.raises(ConfigError, match="tool_pending"):
+        session.reuse_hint = "perhaps"  # type: ignore[assignment]
+    assert there.session("s").reuse_hint == "ended"
+    manager.destroy_session("s")
+    session.reuse_hint = "returns"
+    assert not there.has_session("s")
+    manager.close()
 
 
 def test_a_fork_and_its_figures(engine: tuple[SmallCache, Client], parent: CacheManager) -> None:

@@ -12,7 +12,7 @@ import transformers
 
 from ...block.identity import Identity
 from ...errors import ConfigError, UnsupportedGenerationError
-from ..base import CacheAdapter
+from ..base import CacheAdapter, Rate
 from .calls import Bypass, Call, NotServed, read_call
 from .chat import ChatReply, Conversation, Message
 from .first_token import FirstToken
@@ -53,6 +53,7 @@ class TransformersCacheAdapter(CacheAdapter):
         self._refreshing = threading.Lock()
         self._hook: GenerateHook | None = None
         self._cacheable = True
+        self._prefill = Rate(0.0)
         self._watch: WeightWatch
         self._register()
         self._argument = cache_argument(model)
@@ -219,7 +220,8 @@ class TransformersCacheAdapter(CacheAdapter):
     def _run(
         self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], **options: Any
     ) -> tuple[Any, Request | None]:
-        first_token = FirstToken(self.model, wanted=self.manager.config.enable_metrics)
+        wanted = self.manager.config.enable_metrics or self._space.asks_remotely
+        first_token = FirstToken(self.model, wanted, self._prefill)
         request = self._open(args, kwargs, options)
         if request is None:
             return original(*args, **kwargs), None
@@ -276,7 +278,7 @@ class TransformersCacheAdapter(CacheAdapter):
             options = {**options, "chain": None}
         make: Callable[..., Request] = options.get("make", Request)
         options = {key: value for key, value in options.items() if key != "make"}
-        return make(self.model, self._space, call, name, self._device, **options)
+        return make(self.model, self._space, call, name, self._device, self._prefill, **options)
 
     def _served(self, request: Request) -> None:
         self._count(

@@ -12,8 +12,10 @@ import torch
 
 from ...block.key import KeyChain
 from ...block.plan import Match
+from ...keyspace import MAX_WAIT_S
 from ...memory.region import SequenceRegion
 from ...policy.importance import attention
+from ..base import Rate
 from .attention import attention_mass
 from .calls import Call
 from .layout import fill, new_cache
@@ -45,6 +47,7 @@ class Request:
     call: Call
     name: str
     device: torch.device
+    prefill: Rate  # how fast the model computes a prompt
     chain: KeyChain | None = None  # keys of row 0 that a conversation keeps
     reuse_hint: Any = "unknown"
     cache: Any = None
@@ -72,7 +75,7 @@ class Request:
         given = zip(self.call.ids, self.call.pads, strict=True)
         chains = [self._chain(i, ids[pad:]) for i, (ids, pad) in enumerate(given)]
         if self.call.may_load:
-            self.space.ask_remotely(chains)
+            self._ask_remotely(chains)
         self.rows = [self._look_up(i, chain, self.call.pads[i]) for i, chain in enumerate(chains)]
         self.cache = new_cache(self.model)
         if self.call.may_load:
@@ -131,6 +134,12 @@ class Request:
         chain = self.chain if i == 0 and self.chain is not None else self.space.chain()
         chain.sync(tokens)
         return chain
+
+    def _ask_remotely(self, chains: list[KeyChain]) -> None:
+        """Wait for what a remote level may have, but never longer than computing it would take."""
+        if self.space.asks_remotely:
+            missing = sum(chain.num_blocks - self.space.peek(chain) for chain in chains)
+            self.space.ask_remotely(chains, min(MAX_WAIT_S, self.prefill.seconds(missing * self.space.block_tokens)))
 
     def _look_up(self, i: int, chain: KeyChain, pad: int) -> Row:
         # The engine must compute at least the last token: with nothing to feed it would feed the whole prompt again.

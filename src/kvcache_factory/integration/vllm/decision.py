@@ -4,30 +4,10 @@ from __future__ import annotations
 
 from typing import Literal, Protocol
 
+from ..base import MIN_TOKENS, Rate
+
 EXPLORE_EVERY = 32
 """One in so many loads that look too slow is done anyway: a wrong belief must be able to end."""
-
-DECAY = 0.2
-"""Weight of the newest measurement."""
-
-MIN_TOKENS = 16
-"""Shorter steps say nothing about prefill."""
-
-
-class Rate:
-    """Amounts per second, the newest measurement counting most."""
-
-    def __init__(self, prior: float) -> None:
-        self.value = prior
-
-    def measured(self, amount: float, seconds: float) -> None:
-        """Take a measurement; nothing to learn from none."""
-        if amount > 0 and seconds > 0:
-            self.value += DECAY * (amount / seconds - self.value)
-
-    def seconds(self, amount: float) -> float:
-        """How long *amount* takes."""
-        return amount / self.value
 
 
 class Book(Protocol):

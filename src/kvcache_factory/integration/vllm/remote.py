@@ -11,6 +11,7 @@ from ...config import parse_config
 from ...errors import ConfigError, UnknownSessionError
 
 if TYPE_CHECKING:
+    from ...policy.base import ReuseHint
     from .connector import KVCacheFactoryConnector
     from .settings import Settings
 
@@ -46,6 +47,10 @@ def handlers(connector: KVCacheFactoryConnector, settings: Settings) -> dict[str
         connector.scheduler.owner.know(session_id)
         connector.scheduler.owner.manager.pin_session(session_id, pinned)
 
+    def session_hint(session_id: str, said: ReuseHint) -> None:
+        connector.scheduler.owner.know(session_id)
+        connector.scheduler.owner.manager.session(session_id).reuse_hint = said
+
     def session_stats(session_id: str) -> dict[str, Any] | None:
         manager = connector.scheduler.owner.manager
         return manager.session(session_id).stats() if manager.has_session(session_id) else None
@@ -59,6 +64,7 @@ def handlers(connector: KVCacheFactoryConnector, settings: Settings) -> dict[str
         "create_session": create_session,
         "fork_session": fork_session,
         "pin_session": pin_session,
+        "session_hint": session_hint,
         "session_stats": session_stats,
         "session_idle_s": session_idle_s,
         "clear_session": clear_session,

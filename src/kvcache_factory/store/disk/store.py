@@ -272,24 +272,28 @@ class DiskStore(LastingStore):
         """Read whole images into *target_slots*; the caller verifies them.
 
         Returns how many of the leading rows were read: fewer at a row that has no place any more or cannot be read.
+        Raises StoreError, with the reason that is counted, when the first cannot.
         """
         pool, images = self._open, Images(target, target_slots, target_offset)
         parts = self._begin_read(pool, slots, target.slot_bytes - target_offset)
-        done = 0
+        done, reason = 0, ""
         try:
             for one, at in parts:
                 views = images.views(done, len(at), one.slot_bytes)
                 count = one.move(at, views, write=False, direct=self._use_direct)
                 done += count
                 if count < len(at):
-                    pool.health.count("short_read")
+                    reason = "short_read"
                     break
         except OSError as error:
-            pool.health.count(reason_of(error))
+            reason = reason_of(error)
         finally:
             with pool.lock:
                 for one, at in parts:
                     one.end_read(at)
+        pool.health.count(reason, bool(reason))
+        if reason and not done:
+            raise StoreError(f"blocks cannot be read from {pool.directory.path}: {reason}", reason)
         return done
 
     def _begin_read(self, pool: Pool, rows: Slots, slot_bytes: int) -> list[tuple[Segment, SlotNumbers]]:
