@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import urllib.error
 import urllib.request
+from collections import deque
 from typing import Any, NamedTuple
 
 import pytest
 
 from kvcache_factory import jit
+from kvcache_factory.observe import log
 from kvcache_factory.testing import Opener, SmallCache, open_cache  # noqa: F401  a fixture
 
 TOKEN = "a-token-for-tests"
@@ -23,6 +25,12 @@ pytest.importorskip("uvicorn", reason="the extra server is not installed")
 def warm() -> None:
     """Compile before the first test."""
     assert jit.warm_up() or jit.numba_refused(), jit.status()
+
+
+@pytest.fixture(autouse=True)
+def no_earlier_warnings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What other tests of this process have warned about managers of the same name is not shown here."""
+    monkeypatch.setattr(log, "_recent", deque(maxlen=log.KEPT))
 
 
 class Answer(NamedTuple):

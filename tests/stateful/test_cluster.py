@@ -44,11 +44,11 @@ class ClusterMachine(RuleBasedStateMachine):
 
         async def wait() -> None:
             for _ in range(3000):
-                rows = {str(row["member"]): row["usable"] for row in self.cluster.state()}
+                rows = {str(row["member"]): row["usable"] for row in self.cluster.members()}
                 if all(rows[p] for p in rows if p not in self.servers.dead):
                     return
                 await asyncio.sleep(0.01)
-            raise AssertionError(f"{self.cluster.state()} with {self.servers.dead} dead")
+            raise AssertionError(f"{self.cluster.members()} with {self.servers.dead} dead")
 
         self.loop.run_until_complete(wait())
 
