@@ -26,7 +26,7 @@ INFINISTORE_STAMP := $(INFINISTORE)/.lock-$(shell tr -dc '[:alnum:].' < requirem
 WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal
 
-.PHONY: setup setup-system test test-vllm lint format demo bench soak clean help
+.PHONY: setup setup-system setup-watchers test test-vllm lint format demo bench soak clean help
 
 help:
 	@echo "make demo    run the main job: a conversation, without and with the cache"
@@ -41,16 +41,27 @@ setup: setup-system $(STAMP) $(VLLM_STAMP) $(TRITON_STAMP) $(INFINISTORE_STAMP)
 
 # Servers for the tests of connectors and clusters.  Where they cannot be had, those tests are skipped and say so.
 SYSTEM := redis-server redis-cli etcd openssl cc
-setup-system:
-	@missing=; test -e /usr/include/infiniband/verbs.h || missing=" libibverbs-dev"; for program in $(SYSTEM); do command -v $$program >/dev/null || missing="$$missing $$program"; done; \
-	if test -z "$$missing"; then exit 0; fi; \
-	if test "$$(id -u)" != 0 || ! command -v apt-get >/dev/null; then \
-	  echo "note: missing:$$missing (only root on Debian can install them here); the tests that need them will be skipped"; \
-	  exit 0; \
-	fi; \
-	export DEBIAN_FRONTEND=noninteractive; \
-	{ apt-get update -q && apt-get install -q -y --no-install-recommends redis-server redis-tools etcd-server openssl gcc libc6-dev libibverbs-dev; } >/dev/null || \
-	  echo "note:$$missing could not be installed (no network?); the tests that need them will be skipped"
+setup-system: setup-watchers
+	$(call from_debian,$(SYSTEM),redis-server redis-tools etcd-server openssl gcc libc6-dev libibverbs-dev,/usr/include/infiniband/verbs.h)
+
+# What tests of metrics and of the page look with.
+WATCHERS := prometheus promtool chromium
+setup-watchers:
+	$(call from_debian,$(WATCHERS),prometheus chromium)
+
+# Programs that must be there, the packages that bring them, and files that must be there.
+define from_debian
+@missing=; for program in $(1); do command -v $$program >/dev/null || missing="$$missing $$program"; done; \
+for file in $(3); do test -e $$file || missing="$$missing $$file"; done; \
+if test -z "$$missing"; then exit 0; fi; \
+if test "$$(id -u)" != 0 || ! command -v apt-get >/dev/null; then \
+  echo "note: missing:$$missing (only root on Debian can install them here); the tests that need them will be skipped"; \
+  exit 0; \
+fi; \
+export DEBIAN_FRONTEND=noninteractive; \
+{ apt-get update -q && apt-get install -q -y --no-install-recommends $(2); } >/dev/null || \
+  echo "note:$$missing could not be installed (no network?); the tests that need them will be skipped"
+endef
 
 $(STAMP): $(LOCKS)
 	$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11) and 'Python 3.11 or later is needed; say make PYTHON=python3.11')"
@@ -117,22 +128,6 @@ test: setup-system $(STAMP) $(VLLM_STAMP) $(TRITON_STAMP) $(INFINISTORE_STAMP) l
 test-vllm: $(VLLM_STAMP)
 	@if test -e $(VLLM)/unavailable; then echo "skipped tests/integration/vllm: $$(cat $(VLLM)/unavailable)"; else \
 	  set -x; $(VLLM)/bin/python -m pytest -q -n $(WORKERS) --dist loadfile tests/integration/vllm; fi
-
-# What tests of metrics and of the page look with.  Where it cannot be had, those tests are skipped and say so.
-WATCHERS := prometheus promtool chromium
-.PHONY: setup-system setup-watchers
-setup: setup-system
-setup-system: setup-watchers
-setup-watchers:
-	@missing=; for program in $(WATCHERS); do command -v $$program >/dev/null || missing="$$missing $$program"; done; \
-	if test -z "$$missing"; then exit 0; fi; \
-	if test "$$(id -u)" != 0 || ! command -v apt-get >/dev/null; then \
-	  echo "note: missing:$$missing (only root on Debian can install them here); the tests that need them will be skipped"; \
-	  exit 0; \
-	fi; \
-	export DEBIAN_FRONTEND=noninteractive; \
-	{ apt-get update -q && apt-get install -q -y --no-install-recommends prometheus chromium; } >/dev/null || \
-	  echo "note:$$missing could not be installed (no network?); the tests that need them will be skipped"
 
 demo: $(STAMP)
 	$(BIN)/kvcache-factory demo

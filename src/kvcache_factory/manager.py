@@ -154,24 +154,28 @@ class CacheManager(SessionVerbs):
             profiling_server=profiling_server,
             record=os.fspath(record) if isinstance(record, os.PathLike) else record,
         )
+        self._assemble(process_group)
+        self._port = join_port(self, metrics_host, metrics_port) if metrics_port is not None else None
+        _LIVE.add(self)
+
+    def _assemble(self, process_group: Any) -> None:
+        """Put together what the configuration describes; nothing is allocated yet."""
         self._number = next(_NUMBERS)
         self._sessions = SessionBook(self.config.sessions, time.monotonic)
-        self._ledger = Ledger(timed=enable_metrics)
+        self._ledger = Ledger(timed=self.config.enable_metrics)
         # The chain outlives this object only until its threads have ended, so it must not refer back to it.
         failures = _Failures()
-        self._chain = build_chain(self.config, policy, self._ledger, failures)
+        self._chain = build_chain(self.config, self.policy, self._ledger, failures)
         self.config.sessions.check_tiers([tier.name for tier in self._chain.tiers])
-        self._keeper = Keeper(name, self._sessions, self._chain)
+        self._keeper = Keeper(self.config.name, self._sessions, self._chain)
         self._context = Context(self.config, self._chain, self._ledger, self._keeper, self._number)
         self._later = self._context
-        self._context.scorer = policy.scorer
+        self._context.scorer = self.policy.scorer
         self._context.agreement = Agreement(process_group) if process_group is not None else None
         failures.context = self._context
         self._finalizer = weakref.finalize(self, _close, self._chain, self._context)
         self._remotes = self._keeper.remotes
         self._registry: CollectorRegistry | None = None
-        self._port = join_port(self, metrics_host, metrics_port) if metrics_port is not None else None
-        _LIVE.add(self)
 
     # -- configuration ------------------------------------------------------------------------------------------------
 

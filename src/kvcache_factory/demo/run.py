@@ -63,10 +63,15 @@ def run_demo(
 
 def summarise(rows: Sequence[Row]) -> list[Row]:
     """One row for each turn, its phases beside each other: what the table shows."""
+    return [_summary(phases) for phases in by_turn(rows).values()]
+
+
+def by_turn(rows: Sequence[Row]) -> dict[int, dict[str, Row]]:
+    """The rows of each turn by phase."""
     turns: dict[int, dict[str, Row]] = defaultdict(dict)
     for row in rows:
         turns[row["turn"]][row["phase"]] = row
-    return [_summary(phases) for phases in turns.values()]
+    return turns
 
 
 def _summary(phases: dict[str, Row]) -> Row:

@@ -12,7 +12,7 @@ from ..errors import ConfigError, StoreError
 from .conversation import Row, converse, warm_up
 from .model import Progress, load_model, silent
 from .restart import Options, converse_afresh
-from .run import Answers, check_room, compare
+from .run import Answers, by_turn, check_room, compare
 from .text import reference_text
 
 PHASES = {"cold": "without the cache", "first": "in a first process", "second": "in a second process"}
@@ -59,9 +59,6 @@ def run_shared(
 
 def summarise(rows: Sequence[Row]) -> list[Row]:
     """One row for each turn, the processes beside each other: what the table shows."""
-    turns: dict[int, dict[str, Row]] = defaultdict(dict)
-    for row in rows:
-        turns[row["turn"]][row["phase"]] = row
     return [
         {
             "turn": turn,
@@ -74,7 +71,7 @@ def summarise(rows: Sequence[Row]) -> list[Row]:
             "speed_up": phases["cold"]["ttft_s"] / phases["second"]["ttft_s"],
             "output": "identical" if phases["cold"]["identical"] else f"differs from {phases['cold']['diverges_at']}",
         }
-        for turn, phases in turns.items()
+        for turn, phases in by_turn(rows).items()
     ]
 
 

@@ -59,7 +59,6 @@ class Event(StrEnum):
     FOUND = "found"
     DUPLICATE = "duplicate"
     NOT_STORED = "not_stored"
-    REPLACED = "replaced"
     EVICTED = "evicted"
     UNUSED = "unused"
     """Of those evicted, blocks that no request had found in this tier."""

@@ -24,7 +24,6 @@ class Counts(msgspec.Struct):
     """Of these, the beginning that was asked or answered before."""
     served_tokens: int = 0
     """Of these, tokens that the model did not compute."""
-    answered_tokens: int = 0
 
 
 class Watch:
@@ -69,7 +68,6 @@ class Watch:
             self.counts.asked_tokens += asked * self._block_tokens
             self.counts.reusable_tokens += reusable * self._block_tokens
             self.counts.served_tokens += served
-            self.counts.answered_tokens += len(conversation) - len(prompt)
             self.first_token_s.append((self._mine.begun, self._mine.first_s))
 
     def close(self) -> None:

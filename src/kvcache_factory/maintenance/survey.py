@@ -19,8 +19,6 @@ from ..store.disk.directory import DIRECTORY_VERSION, MARKER, Directory, Listing
 from ..store.disk.identities import Note, read_notes
 from ..store.disk.presence import Process, others
 
-Digests = npt.NDArray[np.uint64]
-
 
 class SegmentView(msgspec.Struct):
     """One segment as its files describe it.

@@ -210,7 +210,11 @@ class EvictionPolicy(ABC):
             parent = unlink(row)
             if parent >= 0:
                 self.on_evictable(parent, True)
+            self._has_left(row, parent)
         return leaving
+
+    def _has_left(self, row: int, parent: int) -> None:  # noqa: B027  a hook that most need not have
+        """*row* is gone; *parent* can leave now, or is -1: for policies that follow a branch."""
 
     def swap_victims(self, count: int, unlink: Unlink) -> list[int]:
         """As :meth:`victims`, for moving rows down ahead of need; more than *count* where rows move together."""

@@ -101,20 +101,10 @@ class WholeSessions(EvictionPolicy):
         self._mark(row, False)
         return row
 
-    def victims(self, count: int, unlink: Unlink) -> list[int]:
-        leaving: list[int] = []
-        while len(leaving) < count:
-            row = self.next_victim()
-            if row < 0:
-                break
-            leaving.append(row)
-            parent = unlink(row)
-            if parent >= 0:
-                self.on_evictable(parent, True)
-                if self._owner_at[row] == _NOBODY and self._owner_at[parent] == _NOBODY:
-                    self._branch = parent
-            self._give(row, _NOBODY)
-        return leaving
+    def _has_left(self, row: int, parent: int) -> None:
+        if parent >= 0 and self._owner_at[row] == _NOBODY and self._owner_at[parent] == _NOBODY:
+            self._branch = parent
+        self._give(row, _NOBODY)
 
     def swap_victims(self, count: int, unlink: Unlink) -> list[int]:
         leaving = self.victims(count, unlink)
