@@ -79,6 +79,14 @@ class KeySpace:
                 found = self._context.chain.tiers[0].index.peek(chain)
         return found
 
+    def ready_in_memory(self, chain: KeyChain) -> int:
+        """Leading blocks that :meth:`plan_load` would plan: those of :meth:`held_in_memory` that are not encoded."""
+        found = 0
+        with self._context.guarded("peek"):
+            if self._context.serving:
+                found = self._context.chain.ready(chain)
+        return found
+
     def match(
         self,
         chain: KeyChain,
