@@ -18,6 +18,7 @@ from .copying import copy_part
 from .decoding import Decoder
 from .fetch import Fetcher
 from .io import IOPool, Lane, Ticket
+from .lasting import LastingTier
 from .ledger import Event
 from .packed import PackedTier
 from .remote import RemoteLevel
@@ -255,6 +256,8 @@ class Flow:
         source, target = self.tiers[source_number], self.tiers[target_number]
         try:
             chain = source.index.stored_chain(tip, self.roots)
+            if isinstance(target, LastingTier):
+                target.encode_aged(chain, partial(self._copy_again, source, chain, target))
             reservation = target.reserve(chain, chain.root, 0, chain.num_blocks, chain.fidelity, chain.layout, hint)
             target.count_left(reservation, self.below(target_number))
             if len(reservation.rows):
@@ -274,6 +277,14 @@ class Flow:
             source.settle()
             target.settle()
             self.encode_soon(source_number)
+
+    def _copy_again(self, source: Tier, chain: StoredChain, target: Tier, part: slice, rows: Rows) -> int:
+        try:
+            return copy_part(source, chain, part, target, rows, self.transit)
+        except StoreError as error:
+            if error.reason != "full":
+                raise
+            return 0
 
     def _fill(
         self,
