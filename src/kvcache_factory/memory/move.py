@@ -2,8 +2,8 @@
 
 Host to host is one batched copy over descriptors.  Between a device and pinned host slots the driver takes the batch
 where its pieces are large.  Small ones are copied by one kernel where it passes its self-test, with whole blocks to
-slots elsewhere, and otherwise through torch, one per block, layer, and keys or values.  Where one side is packed and the
-other is not, blocks pass through some memory in the region's own order.
+slots elsewhere, and otherwise through torch, one per block, layer, and keys or values.  Where one side is packed and
+the other is not, blocks pass through some memory in the region's own order.
 """
 
 from __future__ import annotations
