@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import http.client
 import json
-import shutil
 import socket
 import subprocess
 import sys
@@ -13,19 +12,17 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 from prometheus_client import generate_latest
+from tests.servers import prometheus
 
 from kvcache_factory import CacheManager, ConfigError
 from kvcache_factory.observe import port as port_module
 from kvcache_factory.testing import Opener, small_cache
 
-PROMETHEUS = shutil.which("prometheus")
 PATIENCE_S = 60.0
 TOKENS = list(range(16))
 
@@ -201,9 +198,7 @@ class HeldScrape:
         return self.answers[0]
 
 
-def test_a_manager_may_close_during_a_scrape(
-    either: str, open_cache: Opener, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_manager_may_close_during_a_scrape(either: str, open_cache: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
     """The scrape is answered, with the others on the port; the next one shows only these."""
     cache = open_cache(8, enable_metrics=True, metrics_port=0)
     cache.save(TOKENS)
@@ -253,30 +248,6 @@ def test_scraping_never_fails_while_managers_close() -> None:
     assert failures == []
 
 
-@contextmanager
-def prometheus(folder: Path, target: str) -> Iterator[int]:
-    """A real Prometheus that scrapes *target* every second; yields its port."""
-    number = free_port()
-    config = {
-        "global": {"scrape_interval": "1s", "evaluation_interval": "1s"},
-        "scrape_configs": [{"job_name": "cache", "static_configs": [{"targets": [target]}]}],
-    }
-    (folder / "prometheus.yml").write_text(json.dumps(config), encoding="utf-8")  # JSON is YAML
-    command = [
-        str(PROMETHEUS),
-        f"--config.file={folder / 'prometheus.yml'}",
-        f"--storage.tsdb.path={folder / 'data'}",
-        f"--web.listen-address=127.0.0.1:{number}",
-    ]
-    with open(folder / "log", "wb") as log:
-        server = subprocess.Popen(command, stdout=log, stderr=log)
-    try:
-        yield number
-    finally:
-        server.terminate()
-        server.wait(PATIENCE_S)
-
-
 def query(number: int, expression: str) -> list[Any]:
     """The result of an instant query, empty while there is none."""
     connection = http.client.HTTPConnection("127.0.0.1", number, timeout=PATIENCE_S)
@@ -289,7 +260,6 @@ def query(number: int, expression: str) -> list[Any]:
         connection.close()
 
 
-@pytest.mark.skipif(PROMETHEUS is None, reason="prometheus is not installed (make setup-system)")
 def test_a_real_prometheus_scrapes_it(open_cache: Opener, tmp_path: Path) -> None:
     """Its hit rate is the manager's, to the token, and it takes every type."""
     cache = open_cache(8, enable_metrics=True, metrics_port=0)

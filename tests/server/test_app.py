@@ -149,12 +149,9 @@ def test_another_name_for_this_machine_is_refused(site: Site) -> None:
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1"])
 def test_every_loopback_address_is_guarded(host: str) -> None:
     """However the server was bound, it answers to names of this machine and to no other, in any spelling."""
-    try:
-        manager = CacheManager(enable_metrics=True, metrics_port=0, metrics_host=host)
-    except ConfigError as error:
-        assert host == "::1" and not socket.has_dualstack_ipv6(), error  # noqa: PT018
-        pytest.skip(f"no IPv6 here: {error}")
-    with manager:
+    if host == "::1" and not socket.has_dualstack_ipv6():
+        pytest.skip("this machine has no IPv6")
+    with CacheManager(enable_metrics=True, metrics_port=0, metrics_host=host) as manager:
         assert manager.metrics_address is not None
         port = manager.metrics_address[1]
         for name in ("localhost", "LOCALHOST:1", "127.0.0.1", f"[::1]:{port}", "[0:0::1]", f"127.0.0.1:{port}"):

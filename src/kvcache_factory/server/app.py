@@ -41,9 +41,7 @@ HEADERS = {
 }
 
 
-def make_app(
-    managers: Managers, history: History, token: Callable[[], str], local_names: bool = False
-) -> Starlette:
+def make_app(managers: Managers, history: History, token: Callable[[], str], local_names: bool = False) -> Starlette:
     """An ASGI application over *managers* (by label).
 
     *token* gives what actions must bring, empty where none are allowed; with *local_names* it may be asked under names
