@@ -13,6 +13,7 @@ from kvcache_factory import SessionExistsError, UnknownSessionError
 from kvcache_factory.engine.ledger import Event
 from kvcache_factory.errors import ConfigError
 from kvcache_factory.session import current_session
+from kvcache_factory.session.book import ENDED
 from kvcache_factory.testing import FakeEngine, Opener, SmallCache
 
 A = list(range(16))
@@ -122,6 +123,20 @@ def test_a_running_request_leaves_nothing_of_a_destroyed_session(open_cache: Ope
     assert blocks_of(cache) == {}
     cache.manager.create_session("s")
     assert cache.save(A, session="s") == 4
+
+
+def test_the_sessions_destroyed_last_are_remembered_and_no_more(open_cache: Opener) -> None:
+    """Names of those that ended do not pile up, and one that is cleared or dismissed is none of them."""
+    cache = open_cache(16)
+    book = cache.manager._sessions
+    for number in range(ENDED + 5):
+        cache.manager.create_session(f"s{number}")
+        cache.manager.destroy_session(f"s{number}", purge=number % 2 == 1)
+    assert [book.ended(f"s{number}") for number in (4, 5, 6, ENDED + 4)] == [None, True, False, False]
+    assert len(book._ended) == ENDED
+    cache.manager.create_session("t")
+    cache.manager.dismiss_session("t")
+    assert cache.save(A, session="t") == 4
 
 
 def test_a_planned_save_leaves_nothing_of_a_destroyed_session(open_cache: Opener) -> None:

@@ -143,21 +143,26 @@ class SessionBook:
             session.data.clear()
             return self._let_go(session, session.held.keys)
 
-    def destroy(self, session_id: str, purge: bool = False) -> Keys:
-        """Remove a session; returns the keys that no other session references, none when there was no session."""
+    def destroy(self, session_id: str, purge: bool = False, *, expired: bool = False) -> Keys:
+        """Remove a session; returns the keys that no other session references, none when there was no session.
+
+        Unless it *expired*, nothing is stored for it any more.
+        """
         with self._lock:
             if session_id not in self._sessions:
                 return np.empty((0, 2), np.uint64)
             keys = self.clear(session_id)
             session = self._sessions[session_id]
             self._remove(session)
-            session.purged = self._ended[session_id] = purge
+            session.purged = purge
+            if not expired:
+                self._ended[session_id] = purge
             while len(self._ended) > ENDED:
                 del self._ended[next(iter(self._ended))]
             return keys
 
     def ended(self, session_id: str) -> bool | None:
-        """Of a session that was destroyed, whether its bytes were overwritten; None of any other."""
+        """Of a session that was destroyed and not made again, whether its bytes were overwritten; None of any other."""
         return self._ended.get(session_id)
 
     def dismiss(self, session_id: str) -> bool:

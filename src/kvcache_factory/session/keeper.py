@@ -149,7 +149,7 @@ class Keeper:
             self._end_elsewhere(session_id, purge)
             return
         held = sum(self.measure(session).values())
-        alone = self.book.destroy(session_id, purge)
+        alone = self.book.destroy(session_id, purge, expired=reason == "expired")
         self.hold(session)
         gone = self._chain.drop_unshared(alone, "session_destroyed", wipe=purge)
         text = f"session {session_id!r} closed ({reason}): it held {held:,} bytes, {gone.nbytes:,} were freed"
