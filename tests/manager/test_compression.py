@@ -70,9 +70,9 @@ class Cache:
         self.space = self.manager.register(SPEC, tiny_identity(SPEC))
         self.here, self.there = Engine(SPEC, 64), Engine(SPEC, 64)
 
-    def save(self, tokens: Any, **options: Any) -> int:
+    def save(self, tokens: Any, session: str | None = None, **options: Any) -> int:
         chain = self.space.chain(tokens)
-        stored = self.space.save(chain, self.here.region, self.here.compute(chain, **options))
+        stored = self.space.save(chain, self.here.region, self.here.compute(chain, **options), session=session)
         assert self.manager.wait(60)
         return stored
 
@@ -434,6 +434,32 @@ def test_the_end_of_a_chain_stays_exact_on_a_disk(
     again = opened(levels(tmp_path / "grown", **how), compression_policy=None if own else policy)
     assert [error > 0 for error in again.load(TOKENS)] == [False] + [True] * encoded + [False] * (BLOCKS - 1 - encoded)
     assert again.count("found", tier="disk") == BLOCKS
+
+
+@pytest.mark.parametrize("purged", [False, True])
+def test_exact_bytes_do_not_outlive_their_encoding(opened: Any, tmp_path: Path, purged: bool) -> None:
+    """Where a block was before it was written again, encoded, nothing exact is left: a purge knows one place only."""
+    cache = opened(levels(tmp_path / "kv", "int8"))
+    cache.manager.create_session("mine")
+    tokens = TOKENS[: 6 * 64]
+
+    def exact_ones() -> list[int]:
+        cache.here.compute(cache.space.chain(tokens))
+        data = b"".join(file.read_bytes() for file in (tmp_path / "kv").rglob("*.data"))
+        return [data.count(cache.here._block(i)[0, 0, 0, 0].tobytes()) for i in range(6)]
+
+    cache.manager.create_session("before")
+    cache.save(range(9000, 9000 + 6 * 64), session="before")
+    cache.save(tokens[: 3 * 64], session="mine")
+    assert exact_ones() == [1, 0, 1, 0, 0, 0]
+    assert cache.manager.destroy_session("before", purge=True)  # room for what comes
+    assert cache.manager.wait(60)
+    cache.save(tokens, session="mine")
+    assert exact_ones() == [1, 0, 0, 0, 0, 1]
+    if purged:
+        assert cache.manager.destroy_session("mine", purge=True)
+        assert cache.manager.wait(60)
+        assert exact_ones() == [0] * 6
 
 
 def test_a_chain_that_grows_after_a_restart_is_encoded_too(opened: Any, tmp_path: Path) -> None:

@@ -265,7 +265,9 @@ class DiskStore(LastingStore):
             one.release(slots[done:])
             one.fill(slots[:done], rows[part], records)
             before = self._rows.set(rows[part], places(one.number, slots[:done]))
-        self._let_go(before[before != NOWHERE])
+        moved = before[before != NOWHERE]
+        self._overwrite(moved)  # whoever purges these rows, now or later, finds their new places only
+        self._let_go(moved)
         return done
 
     def read(self, slots: Slots, target: SlotMemory, target_slots: Slots, target_offset: int) -> int:
@@ -317,17 +319,23 @@ class DiskStore(LastingStore):
 
     def erase(self, rows: Slots) -> int:
         """See the contract.  Blocks of live other processes cannot be overwritten: they are forgotten here."""
-        pool, at = self._open, self._forget(rows)
+        at = self._forget(rows)
+        erased = self._overwrite(at, sync=True)
+        self._let_go(at)
+        return erased
+
+    def _overwrite(self, at: Places, *, sync: bool = False) -> int:
+        """Write zeros to places that no row has any more and that are ours; returns how many were written."""
         erased = 0
         for one, _, slots in self._segments(at):
             if one.owned:
                 try:
                     blanks = [self._zeros[: one.slot_bytes]] * len(slots)
                     erased += one.move(slots, blanks, write=True, direct=self._use_direct)
-                    one.sync()
+                    if sync:
+                        one.sync()
                 except OSError as error:
-                    pool.health.failed(f"cannot erase blocks in {self.directory.path}", error)
-        self._let_go(at)
+                    self._open.health.failed(f"cannot erase blocks in {self.directory.path}", error)
         return erased
 
     def quarantine(self, rows: Slots) -> None:
