@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from .output import emit, json_option, progress_bar
+from .text import read_text, text_option
 
 
 @click.command(epilog="Example: kvcache-factory quality --method int8 --plot quality.png")
@@ -36,6 +37,7 @@ from .output import emit, json_option, progress_bar
     metavar="FILE",
     help="Calibration for pca and low_rank; by default one is made and kept.",
 )
+@text_option("Python's language reference")
 @click.option(
     "--plot", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE.png", help="Draw quality against bytes."
 )
@@ -46,6 +48,7 @@ def quality(
     quick: bool,
     model: Path | None,
     table: Path | None,
+    text: Path | None,
     plot: Path | None,
     as_json: bool,
 ) -> None:
@@ -57,8 +60,9 @@ def quality(
     """
     from ..quality.methods import parse_method
 
-    for text in methods:  # before anything takes long
-        parse_method(text)
+    for method in methods:  # before anything takes long
+        parse_method(method)
+    content = read_text(text)
     if plot is not None:
         from ..demo.plot import require_matplotlib
 
@@ -68,7 +72,7 @@ def quality(
     from ..quality.run import run_quality
 
     with progress_bar("quality") as progress:
-        rows = run_quality(methods, ratio=ratio, quick=quick, model=model, table=table, progress=progress)
+        rows = run_quality(methods, ratio=ratio, quick=quick, model=model, table=table, text=content, progress=progress)
     if plot is not None:
         from ..quality.plot import draw
 

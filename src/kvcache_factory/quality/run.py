@@ -74,26 +74,29 @@ def run_quality(
     quick: bool = False,
     model: Path | None = None,
     table: Path | None = None,
+    text: str | None = None,
     plan: Plan | None = None,
     progress: Progress = silent,
 ) -> list[Row]:
     """A row for each method (``name`` or ``name:parameter=value,…``); all of them, or those that are quick, by default.
 
     *ratio* has methods with a knob turned to it.  *table* is the calibration of methods that need one; by default that
-    of the demo's model, which is made when it is not there.  Raises ConfigError and MissingDependencyError.
+    of the demo's model, which is made when it is not there.  *text* is read instead of the language reference.  Raises
+    ConfigError and MissingDependencyError.
     """
     plan = plan or (QUICK if quick else Plan())
-    parsed = {text: parse_method(text) for text in methods or (QUICK_METHODS if quick else METHODS + PRUNING_METHODS)}
+    names = methods or (QUICK_METHODS if quick else METHODS + PRUNING_METHODS)
+    parsed = {name: parse_method(name) for name in names}
     reader, tokenizer = load_reader(model, progress)
     want_late()
     warm_up()
-    kvs, needles = _read(reader, tokenizer, plan, progress)
+    kvs, needles = _read(reader, tokenizer, text or chapters(0), plan, progress)
     rows = []
-    for done, (text, method) in enumerate(parsed.items()):
-        progress(done, len(parsed), text)
+    for done, (name, method) in enumerate(parsed.items()):
+        progress(done, len(parsed), name)
         if isinstance(method, BlockCodec):
             ready = _ready(method, reader, tokenizer, ratio, table, kvs[0].kv, progress)
-            rows.append(_measure_codec(text.partition(":")[0], ready, reader, kvs, needles, plan))
+            rows.append(_measure_codec(name.partition(":")[0], ready, reader, kvs, needles, plan))
         else:
             rows.append(_measure_pruning(turned(method, ratio), reader, kvs, needles, plan))
     progress(1, 1, "done")
@@ -121,11 +124,13 @@ def load_directory(path: Path) -> tuple[Any, Any]:
         raise ConfigError(f"--model {path}: no model can be loaded from there: {error}") from error
 
 
-def _read(reader: Reader, tokenizer: Any, plan: Plan, progress: Progress) -> tuple[list[Window], list[Needle]]:
+def _read(
+    reader: Reader, tokenizer: Any, text: str, plan: Plan, progress: Progress
+) -> tuple[list[Window], list[Needle]]:
     """Prefill everything once."""
     jobs = plan.windows + len(plan.depths)
     found, needles = [], []
-    for number, ids in enumerate(windows(tokenizer, chapters(0), plan.windows, plan.tokens + plan.forward)):
+    for number, ids in enumerate(windows(tokenizer, text, plan.windows, plan.tokens + plan.forward)):
         progress(number, jobs, "reading the text")
         prefix, onward = ids[: plan.tokens], ids[plan.tokens :]
         again = prefix[plan.tokens * 3 // 10 :][: plan.forward]
@@ -135,7 +140,7 @@ def _read(reader: Reader, tokenizer: Any, plan: Plan, progress: Progress) -> tup
         found.append(Window(prefix, kv, onward, again, log, again_log, greedy))
     question = tokenizer(QUESTION, add_special_tokens=False)["input_ids"]
     answer = tokenizer(ANSWER, add_special_tokens=False)["input_ids"]
-    hay = windows(tokenizer, chapters(0), len(plan.depths), plan.tokens // 2) if plan.depths else []
+    hay = windows(tokenizer, text, len(plan.depths), plan.tokens // 2) if plan.depths else []
     for number, (depth, ids) in enumerate(zip(plan.depths, hay, strict=True)):
         progress(plan.windows + number, jobs, "hiding needles")
         hidden = with_needle(tokenizer, ids, depth)

@@ -13,7 +13,7 @@ from ...errors import ConfigError
 from ...memory.region import SequenceRegion
 from .calls import Bypass, NotServed
 from .layout import base_model, cache_argument, fill, new_cache, text_config
-from .recompute import first_layers, recompute, relative_error
+from .recompute import judge, recompute
 from .request import Request, Row
 from .rotation import Rotation
 from .runs import Run, Tokens, equal_tokens, find_runs
@@ -198,13 +198,10 @@ class ReusedRequest(Request):
         if not count:
             return
         early = min(_JUDGED_LAYERS, len(made.keys))
-        keys, values = first_layers(self.model, made.ids, early)
-        found = torch.cat((made.keys[early - 1], made.values[early - 1]), -1)
-        error = relative_error(found, torch.cat((keys[-1], values[-1]), -1))
-        made.compute[error.masked_fill(~made.reused, -1.0).topk(count).indices] = True
-        for layer in range(early):  # right for all tokens, and there
-            made.keys[layer].copy_(keys[layer])
-            made.values[layer].copy_(values[layer])
+        rows = (made.reused | ~made.known).nonzero()[:, 0]  # what is exact is right already
+        error = judge(self.model, made.ids, rows, made.keys[:early], made.values[:early], made.reused)
+        furthest = error.topk(count).indices
+        made.compute[made.reused.nonzero()[furthest, 0]] = True
 
     def _measured(self) -> dict[str, Any]:
         """The next token behind the prompt, without reuse and with it."""
