@@ -20,13 +20,15 @@ from ..integration.transformers.pruning import PruningMethod
 from ..jit import is_warm, want_late, warm_up
 from .blocks import EXACT_BLOCKS, Coded, speed, through
 from .calibrate import find_or_make
-from .methods import parse_method, turned
+from .methods import parse_method, placed, turned
+from .placed import DEMOTE, DROP, Demotion, Placing, drop
 from .pruned import prune
 from .reader import KV, Reader
 from .texts import ANSWER, QUESTION, chapters, windows, with_needle
 
 METHODS = ("raw", "bf16x", "int8", "fp8", "int4g", "rot4", "pca:step=0.25", "pca:step=0.5", "low_rank:rank=0.25")
 PRUNING_METHODS = ("streaming", "h2o", "snapkv", "pyramidkv", "l2norm", "keydiff")
+PLACING_METHODS = (DROP, DEMOTE)
 QUICK_METHODS = ("raw", "bf16x", "int8", "fp8", "int4g", "rot4")
 _DEPTHS = (0.1, 0.3, 0.5, 0.7, 0.9)
 
@@ -85,7 +87,7 @@ def run_quality(
     ConfigError and MissingDependencyError.
     """
     plan = plan or (QUICK if quick else Plan())
-    names = methods or (QUICK_METHODS if quick else METHODS + PRUNING_METHODS)
+    names = methods or (QUICK_METHODS if quick else METHODS + PRUNING_METHODS + PLACING_METHODS)
     parsed = {name: parse_method(name) for name in names}
     reader, tokenizer = load_reader(model, progress)
     want_late()
@@ -97,6 +99,8 @@ def run_quality(
         if isinstance(method, BlockCodec):
             ready = _ready(method, reader, tokenizer, ratio, table, kvs[0].kv, progress)
             rows.append(_measure_codec(name.partition(":")[0], ready, reader, kvs, needles, plan))
+        elif isinstance(method, Placing):
+            rows.append(_measure_placing(placed(method, ratio), reader, kvs, needles, plan))
         else:
             rows.append(_measure_pruning(turned(method, ratio), reader, kvs, needles, plan))
     progress(1, 1, "done")
@@ -210,6 +214,18 @@ def _measure_pruning(
     others = [part for part in str(method).partition(":")[2].split(",") if part and not part.startswith("keep=")]
     parameters = [f"keep={method.keep:.4g}", *others]
     return _measure(method.name, ",".join(parameters), apply, reader, kvs, needles, plan)
+
+
+def _measure_placing(method: Placing, reader: Reader, kvs: list[Window], needles: list[Needle], plan: Plan) -> Row:
+    """Where blocks are demoted, the ratio is that of the bytes in memory, and decoding is loading all of them."""
+    parameters, speed = f"keep={method.keep:.4g}", None
+    if method.name == DROP:
+        found = _measure(method.name, parameters, lambda p: drop(reader, p, method.keep), reader, kvs, needles, plan)
+    else:
+        with Demotion(reader, [*kvs, *needles], method.keep) as demotion:
+            found = _measure(method.name, parameters, demotion.load, reader, kvs, needles, plan)
+            speed = demotion.gbps
+    return {**found, "decode_gbps": speed}
 
 
 def _measure(
