@@ -80,6 +80,22 @@ def test_the_command_prints_rows_and_draws(monkeypatch: pytest.MonkeyPatch, tmp_
     assert picture.stat().st_size > 1000
 
 
+def test_a_method_without_a_knob_says_that_it_was_not_turned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """And a text of one's own is read."""
+    monkeypatch.setattr(run, "QUICK", PLAN)
+    text = tmp_path / "own.txt"
+    text.write_text("The keeper of the lighthouse is called Ada. " * 40)
+    asked = ["quality", "--quick", "--method", "int8", "--method", "l2norm", "--ratio", "3", "--text", str(text)]
+    done = CliRunner().invoke(main, asked)
+    assert done.exit_code == 0, done.output
+    assert "int8: the ratio is 1." in done.stderr
+    assert "l2norm" not in done.stderr
+    text.write_bytes(b"\xff\xfe\xfa")
+    assert "--text" in CliRunner().invoke(main, asked).output
+    text.write_text("short")
+    assert "tokens" in CliRunner().invoke(main, asked).output
+
+
 def test_calibrate_writes_a_table(tmp_path: Path) -> None:
     arguments = ["calibrate", "--windows", "1", "--tokens", "256", "--out", str(tmp_path / "tables"), "--json"]
     done = CliRunner().invoke(main, arguments)

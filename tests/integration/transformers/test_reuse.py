@@ -291,7 +291,13 @@ def test_what_cannot_be_served_is_refused(attach: Attach) -> None:
         adapter.generate(reuse=reuse, max_new_tokens=2, **left_padded(30, 40))
     with pytest.raises(UnsupportedGenerationError, match="full pass"):
         adapter.generate(reuse=reuse, input_ids=prompt(40), output_hidden_states=True, max_new_tokens=2)
-    for wrong in ({"recompute": 2.0}, {"margin": -1}, {"at_least": 0}):
+    for wrong in (
+        {"recompute": 2.0},
+        {"recompute": "half"},
+        {"recompute": float("nan")},
+        {"margin": -1},
+        {"at_least": 0},
+    ):
         with pytest.raises(ConfigError):
             Reuse(sources=[], **wrong)
     with pytest.raises(ConfigError, match="give a Reuse"):
