@@ -28,7 +28,7 @@ def draw(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
         points = [(row["bytes_per_token"], max(row[key], _LEAST)) for row in rows]
         axes.scatter(*zip(*points, strict=True), color=colour)
         axes.set(title=title, xlabel="bytes a token", yscale="log", xlim=(0, 1.15 * max(x for x, _ in points)))
-        axes.set_ylim(_LEAST / 2, 3 * max(_LEAST, *(row[key] for row in rows for key, _, _ in _PANELS)))
+        axes.set_ylim(_LEAST / 2, 20 * max(_LEAST, *(row[key] for row in rows for key, _, _ in _PANELS)))
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(alpha=0.3)
     panels[0].set_ylabel("KL divergence from the full cache (nats)")
