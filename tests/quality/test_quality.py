@@ -116,6 +116,21 @@ def test_what_cannot_work_is_said_before_anything_takes_long(method: str, monkey
     assert "codec" in done.output
 
 
+def test_what_the_model_cannot_have_is_said_before_its_text_is_read(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A group that does not divide, and a table that is none."""
+    monkeypatch.setattr(run, "_read", lambda *_: pytest.fail("the text was read"))
+    done = CliRunner().invoke(main, ["quality", "--method", "int4g:group=48"])
+    assert done.exit_code == 2
+    assert "use one of 2, 4, 8" in done.output
+    table = tmp_path / "table.kvcal"
+    table.write_bytes(b"half of one")
+    done = CliRunner().invoke(main, ["quality", "--method", "pca", "--table", str(table)])
+    assert done.exit_code != 0
+    assert "table.kvcal" in done.output
+
+
 def test_a_text_that_is_too_short_is_refused(tmp_path: Path) -> None:
     text = tmp_path / "short.txt"
     text.write_text("too short")

@@ -90,6 +90,9 @@ def run_quality(
     names = methods or (QUICK_METHODS if quick else METHODS + PRUNING_METHODS + PLACING_METHODS)
     parsed = {name: parse_method(name) for name in names}
     reader, tokenizer = load_reader(model, progress)
+    for method in parsed.values():
+        if isinstance(method, BlockCodec):
+            _open(method, reader, table)
     want_late()
     warm_up()
     kvs, needles = _read(reader, tokenizer, text or chapters(0), plan, progress)
@@ -97,7 +100,7 @@ def run_quality(
     for done, (name, method) in enumerate(parsed.items()):
         progress(done, len(parsed), name)
         if isinstance(method, BlockCodec):
-            ready = _ready(method, reader, tokenizer, ratio, table, kvs[0].kv, progress)
+            ready = _ready(method, reader, tokenizer, ratio, kvs[0].kv, progress)
             rows.append(_measure_codec(name.partition(":")[0], ready, reader, kvs, needles, plan))
         elif isinstance(method, Placing):
             rows.append(_measure_placing(placed(method, ratio), reader, kvs, needles, plan))
@@ -105,6 +108,14 @@ def run_quality(
             rows.append(_measure_pruning(turned(method, ratio), reader, kvs, needles, plan))
     progress(1, 1, "done")
     return rows
+
+
+def _open(codec: BlockCodec, reader: Reader, table: Path | None) -> None:
+    """What a model's blocks cannot have is said before the text is read; a calibration may have to be made later."""
+    if isinstance(codec, SpectralCodec):
+        codec.table = codec.table or (str(table) if table is not None else None)
+    if not isinstance(codec, SpectralCodec) or codec.table is not None:
+        codec.open(reader.spec)
 
 
 def load_reader(model: Path | None, progress: Progress) -> tuple[Reader, Any]:
@@ -157,14 +168,13 @@ def _ready(
     reader: Reader,
     tokenizer: Any,
     ratio: float | None,
-    table: Path | None,
     kv: KV,
     progress: Progress,
 ) -> BlockCodec:
     """The codec, open, with its calibration, and turned to *ratio* where it has a knob."""
     if isinstance(codec, SpectralCodec) and codec.table is None:
-        codec.table = str(table or find_or_make(reader, tokenizer, progress))
-    codec.open(reader.spec)
+        codec.table = str(find_or_make(reader, tokenizer, progress))
+        codec.open(reader.spec)
     if ratio is None:
         return codec
     if isinstance(codec, LowRank):
