@@ -10,7 +10,7 @@ from ..demo.plot import require_matplotlib
 from ..errors import ConfigError
 
 _LEAST = 1e-7  # what a logarithmic axis shows for "no difference"
-_LINE, _NEAR = 10, 90  # pixels: of a label's height, and within which labels can meet
+_LINE, _NEAR = 10, 140  # pixels: of a label's height, and within which labels can meet
 _PANELS = (("kl", "Reading on", "#2f6fed"), ("recall_kl", "Recalling the prefix", "#e07b39"))
 
 
