@@ -1,16 +1,18 @@
-"""Real servers for tests: redis-server and etcd on free loopback ports, ended with the block that started them.
+"""Real servers for tests: redis, etcd, prometheus on free loopback ports, ended with the block that started them.
 
 A test that needs a program which is not installed is skipped, and says which: ``make setup-system`` installs them.
 """
 
 from __future__ import annotations
 
+import json
 import shutil
 import signal
 import socket
 import subprocess
 import tempfile
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -192,10 +194,41 @@ def etcd_server() -> Iterator[Server]:
 
 
 def _etcd_healthy(port: int) -> bool:
-    import urllib.request
-
     try:
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=1.0) as answer:
             return b'"true"' in answer.read()
+    except OSError:
+        return False
+
+
+@contextmanager
+def prometheus(folder: Path, target: str) -> Iterator[int]:
+    """A real Prometheus that scrapes *target* every second, with data and log in *folder*; yields its port."""
+    port = free_port()
+    config = {
+        "global": {"scrape_interval": "1s", "evaluation_interval": "1s"},
+        "scrape_configs": [{"job_name": "cache", "static_configs": [{"targets": [target]}]}],
+    }
+    (folder / "prometheus.yml").write_text(json.dumps(config), encoding="utf-8")  # JSON is YAML
+    command = [
+        program("prometheus"),
+        f"--config.file={folder / 'prometheus.yml'}",
+        f"--storage.tsdb.path={folder / 'data'}",
+        f"--web.listen-address=127.0.0.1:{port}",
+    ]
+    with open(folder / "log", "wb") as log:
+        server = subprocess.Popen(command, stdout=log, stderr=log)
+    try:
+        until(lambda: _prometheus_ready(port), f"prometheus: {folder / 'log'}")
+        yield port
+    finally:
+        server.terminate()
+        server.wait(PATIENCE_S)
+
+
+def _prometheus_ready(port: int) -> bool:
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/-/ready", timeout=PATIENCE_S) as answer:
+            return bool(answer.status == 200)
     except OSError:
         return False

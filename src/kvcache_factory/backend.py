@@ -75,6 +75,8 @@ class DiskBackend(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="
     """Encrypt with the key in the environment variable of this name."""
     codec: str | None = None
     """Encode blocks on their way to the disk: ``"bf16x"``, ``"int8"``, ``"pca:step=0.5,table=FILE"``, and so on."""
+    keep_recent: int = 64
+    """Tokens at the end of a chain that *codec*, if it is lossy, leaves exact until others are appended; >= 0."""
 
     def __post_init__(self) -> None:
         if self.size_gb is None:
@@ -94,6 +96,8 @@ class DiskBackend(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="
             raise ConfigError(f"DiskBackend(ingestion={self.ingestion!r}): use 'all', 'hot' or 'evicted'")
         if not isinstance(self.hot_hits, int) or self.hot_hits < 1:
             raise ConfigError(f"DiskBackend(hot_hits={self.hot_hits!r}): use 1 or more")
+        if not _is_count(self.keep_recent, 0):
+            raise ConfigError(f"DiskBackend(keep_recent={self.keep_recent!r}): give tokens, 0 or more")
         if self.direct not in ("auto", "never"):
             raise ConfigError(f"DiskBackend(direct={self.direct!r}): use 'auto' or 'never'")
         self._check_key_place()
@@ -153,6 +157,8 @@ class RemoteBackend(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag
     """Let whoever stores a block wait until it is written, within the deadline."""
     codec: str | None = None
     """Encode blocks on their way there, as ``DiskBackend.codec`` does; needs a connector that takes shorter values."""
+    keep_recent: int = 64
+    """Tokens at the end of a chain that stay exact, as ``DiskBackend.keep_recent``."""
 
     def __post_init__(self) -> None:
         allowed = {
@@ -166,6 +172,7 @@ class RemoteBackend(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag
             "max_inflight_tokens": (_is_count(self.max_inflight_tokens, 0), "0 or more"),
             "workers": (_is_count(self.workers, 1, 256), "1 to 256"),
             "double_get_blocks": (_is_count(self.double_get_blocks, 0), "0 or more"),
+            "keep_recent": (_is_count(self.keep_recent, 0), "0 tokens or more"),
             "codec": (self.codec is None or isinstance(self.codec, str), "the name of a codec"),
             "double_get_ratio": (_is_number(self.double_get_ratio) and 0 <= self.double_get_ratio <= 1, "0 to 1"),
         }

@@ -187,7 +187,7 @@ def coding_of(
     if isinstance(level, CPUBackend) and level.staging:
         return None, CompressionRule()
     if isinstance(level, (DiskBackend, RemoteBackend)) and level.codec is not None:
-        return parse_codec(level.codec), CompressionRule()
+        return parse_codec(level.codec), CompressionRule(behind_tokens=level.keep_recent)
     when_full = compresses(eviction, kind)
     if policy is None and when_full:
         policy = CompressionPolicy()

@@ -79,6 +79,14 @@ class KeySpace:
                 found = self._context.chain.tiers[0].index.peek(chain)
         return found
 
+    def ready_in_memory(self, chain: KeyChain) -> int:
+        """Leading blocks that :meth:`plan_load` would plan: those of :meth:`held_in_memory` that are not encoded."""
+        found = 0
+        with self._context.guarded("peek"):
+            if self._context.serving:
+                found = self._context.chain.ready(chain)
+        return found
+
     def match(
         self,
         chain: KeyChain,
@@ -216,8 +224,9 @@ class KeySpace:
         with self._context.guarded("save"):
             if self._context.chain.is_open:
                 hint = self._hint(session if session is not None else plan.session or None, reuse_hint)
+                keys = self._context.chain.tiers[0].index.keys[plan.rows[:filled]]
                 self._context.chain.saving.finish_save(plan, filled, hint)
-                self._context.sessions.hold_again(hint.session)
+                self._context.sessions.finished(hint.session, keys)
 
     def holds(self, match: Match) -> bool:
         """Whether the lease of *match* is still there."""

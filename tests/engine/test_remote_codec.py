@@ -80,20 +80,32 @@ def test_a_lossless_codec_makes_values_smaller_and_changes_no_byte(opened: Any, 
 
 
 def test_what_is_lossy_is_marked(opened: Any) -> None:
-    """The first block stays exact; a manager that is not lossy uses that one, and its own blocks replace the others."""
+    """The first block and the last stay exact; a manager that is not lossy uses the first, and replaces the others."""
     writer = opened("int8")
     assert writer.save(TOKENS) == BLOCKS
     headers = [unpack_header(value[: SPEC.header_bytes]) for value in values()]
-    assert [h.codec for h in headers] == ["raw"] + ["int8"] * (BLOCKS - 1)
-    assert [h.fidelity for h in headers] == [Fidelity.EXACT] + [Fidelity.BOUNDED] * (BLOCKS - 1)
+    assert [h.codec for h in headers] == ["raw"] + ["int8"] * (BLOCKS - 2) + ["raw"]
+    assert [h.fidelity for h in headers] == [Fidelity.EXACT] + [Fidelity.BOUNDED] * (BLOCKS - 2) + [Fidelity.EXACT]
     errors = fetched(opened("int8"))
-    assert errors[0] == 0.0
-    assert all(0 < error < 0.01 for error in errors[1:])
+    assert errors[0] == errors[-1] == 0.0
+    assert all(0 < error < 0.01 for error in errors[1:-1])
     exact = opened(None)
     assert fetched(exact) == [0.0]
     assert len(values()) == BLOCKS
     exact.save(TOKENS)
     assert fetched(opened(None)) == [0.0] * BLOCKS
+
+
+def test_the_end_of_a_chain_is_written_again_when_it_has_aged(opened: Any) -> None:
+    """Exact while it is the end, encoded once others follow; nothing is written a third time."""
+    writer = opened("int8")
+    for blocks, stored in ((3, 3), (4, 5), (9, 11), (BLOCKS, BLOCKS + 3), (BLOCKS, BLOCKS + 3)):
+        writer.save(TOKENS[: blocks * 64])
+        assert writer.count("stored", tier="remote") == stored
+        assert writer.count("encoded", "int8") == blocks - 2
+    headers = [unpack_header(value[: SPEC.header_bytes]) for value in values()]
+    assert [h.codec for h in headers] == ["raw"] + ["int8"] * (BLOCKS - 2) + ["raw"]
+    assert max(h.generation for h in headers) == 1
 
 
 def test_what_a_lossy_codec_touched_is_not_encoded_again(opened: Any) -> None:

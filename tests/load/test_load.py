@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,13 +11,17 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvcache_factory.cli import main
 from kvcache_factory.errors import ConfigError, TraceError
 from kvcache_factory.load.report import drift
 from kvcache_factory.load.run import Plan, run_load
+from kvcache_factory.load.sampling import yardstick_ms
 from kvcache_factory.load.statistics import BUILT_IN, POINTS, draw, measure
-from kvcache_factory.load.users import Shape, User
+from kvcache_factory.load.users import SYSTEM_PROMPTS, Shape, User, system_prompt
+from kvcache_factory.load.watch import Thinned
 
 TRACES = Path(__file__).resolve().parents[3] / "shared" / "reference" / "traces"
 SHAPE = Shape(vocabulary=500, context=512, scale=512 / BUILT_IN.context_tokens)
@@ -33,6 +38,8 @@ def test_counts_agree_to_the_token(tmp_path: Path) -> None:
     assert counts["served"]["metrics"] == counts["served"]["page"] == counts["served"]["own"]
     samples = [row for row in rows if row["kind"] == "sample"]
     assert samples[-1]["held_bytes"] > 0
+    assert samples[-1]["cpu_s"] > samples[0]["cpu_s"]
+    assert {s["generator_bytes"] for s in samples} <= set(range(10 << 20))
     assert samples[-1]["sessions"] == 6
 
 
@@ -118,6 +125,61 @@ def test_the_built_in_statistics_are_those_of_their_trace() -> None:
     assert BUILT_IN.new_topic == facts.new_topic
 
 
+@pytest.mark.parametrize("users", [4, 64])
+def test_what_users_repeat_is_what_was_said_before(users: int) -> None:
+    """Found by comparing with two topics a user, as it would be found in all that was ever said."""
+    seats = [User(number, BUILT_IN, SHAPE, 3) for number in range(users)]
+    ever: set[bytes] = set()
+    block, random = 16, np.random.default_rng(5)
+
+    def prefixes(tokens: Any) -> list[bytes]:
+        ends = range(block, len(tokens) + 1, block)
+        return [hashlib.blake2b(tokens[:end].tobytes(), digest_size=16).digest() for end in ends]
+
+    for number in range(SYSTEM_PROMPTS):
+        ever.update(prefixes(system_prompt(number, SHAPE)))
+    repeated = 0
+    for turn in range(1500):
+        question = seats[turn % users].ask()
+        known = next((i for i, p in enumerate(prefixes(question.prompt)) if p not in ever), len(question.prompt))
+        assert question.repeated // block == min(known, len(question.prompt) // block)
+        repeated += question.repeated
+        conversation = np.concatenate((question.prompt, random.integers(3, 500, question.answer_tokens)))
+        ever.update(prefixes(conversation[:-1]))
+        seats[turn % users].heard(conversation)
+    assert repeated > 1500 * 64
+
+
+def test_what_users_remember_does_not_grow() -> None:
+    """Two topics and what stands in front, each at most as long as the context."""
+    user = User(0, BUILT_IN, SHAPE, 1)
+    most = (2 * (SHAPE.context + SHAPE.context // 8) + SYSTEM_PROMPTS * 64) * 8
+    for _ in range(300):
+        talk(user, 1)
+        assert user.nbytes <= most
+
+
+@given(st.integers(1, 200), st.integers(1, 8).map(lambda half: 2 * half))
+def test_points_are_thinned_evenly(count: int, places: int) -> None:
+    """All of them while they fit; later every second, fourth ... from the first on, in the same memory."""
+    points = Thinned(places)
+    size = points.nbytes
+    for number in range(count):
+        points.add(float(number), -float(number))
+    kept = points.between(0, count).tolist()
+    every = 1
+    while len(range(0, count, every)) > places:
+        every *= 2
+    assert kept == [-float(n) for n in range(0, count, every)]
+    assert points.nbytes == size
+    assert points.between(1.5, 3.5).tolist() == [-n for n in (2.0, 3.0) if n < count and n % every == 0]
+
+
+def test_the_yardstick_takes_time() -> None:
+    """Some, of this thread's."""
+    assert yardstick_ms() > 0
+
+
 def test_draws_stay_between_the_ends() -> None:
     """Interpolated between quantiles, never outside."""
     random = np.random.default_rng(0)
@@ -130,16 +192,31 @@ def test_draws_stay_between_the_ends() -> None:
 @pytest.mark.parametrize(("late", "flat"), [(1000, True), (1019, True), (1021, False), (900, True)])
 def test_memory_that_grows_is_not_flat(late: int, flat: bool) -> None:
     """More than 2 % from the second to the last quarter; latency is compared as well."""
-    names = ("held_bytes", "fragmentation_bytes", "sessions")
+    names = ("generator_bytes", "held_bytes", "fragmentation_bytes", "sessions", "yardstick_ms")
     samples: list[dict[str, Any]] = [
-        {"t_s": float(t), "resident_bytes": 1000 if t < 60 else late, **dict.fromkeys(names, 5)} for t in range(101)
+        {
+            "t_s": float(t),
+            **dict.fromkeys(("resident_bytes", "python_blocks"), 1000 if t < 60 else late),
+            **dict.fromkeys(names, 5),
+            "requests": 2 * t,
+            "cpu_s": 0.01 * t if t < 60 else 0.6 + 0.02 * (t - 60),
+            "computed_tokens": 500 * t,
+            "answered_tokens": 0,
+        }
+        for t in range(101)
     ]
-    watch: Any = SimpleNamespace(first_token_s=[(500.0 + t, 0.001 if t < 60 else 0.002) for t in range(100)])
+    watch: Any = SimpleNamespace(first_tokens=Thinned())
+    for t in range(100):
+        watch.first_tokens.add(500.0 + t, 0.001 if t < 60 else 0.002)
     rows = {row["name"]: row for row in drift(samples, watch, 500.0)}
     assert rows["resident_bytes"]["flat"] is flat
     assert rows["resident_bytes"]["change"] == round(late / 1000 - 1, 4)
     assert (rows["time_to_first_token"]["early"], rows["time_to_first_token"]["late"]) == (1.0, 2.0)
     assert rows["held_bytes"]["change"] == 0
+    assert rows["python_blocks"]["flat"] is flat
+    assert (rows["cpu_per_turn"]["early"], rows["cpu_per_turn"]["late"]) == (5, 10)
+    assert rows["computed_per_turn"]["change"] == 0
+    assert [name for name, row in rows.items() if row["flat"] is not None] == ["resident_bytes", "python_blocks"]
 
 
 @pytest.mark.parametrize("wrong", [{"duration_s": 0}, {"users": 0}, {"workers": 0}, {"think_s": -1}, {"memory_mb": 0}])

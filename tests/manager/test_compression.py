@@ -366,7 +366,7 @@ def test_what_is_no_number_comes_back_as_it_was(opened: Any, tmp_path: Path, on_
     cache.save(TOKENS, bad=3, odd=odd)
     wanted = cache.here.block(3).copy()
     assert cache.count("kept_raw", "not_finite") == 1
-    assert cache.count("encoded", "int8") == BLOCKS - (2 if on_disk else 3)  # a disk's level has no recent window
+    assert cache.count("encoded", "int8") == BLOCKS - 3
     if on_disk:
         assert cache.manager.evict(BLOCKS) == BLOCKS
     chain = cache.space.chain(TOKENS)
@@ -380,7 +380,7 @@ def test_a_bound_that_is_exceeded_keeps_blocks_raw_on_a_disk_too(opened: Any, tm
     """Stored as they are, exact, and counted with the reason."""
     cache = opened(levels(tmp_path, "int8:max_rel_error=0.0001"))
     cache.save(TOKENS)
-    assert cache.count("kept_raw", "bound_exceeded") == BLOCKS - 1
+    assert cache.count("kept_raw", "bound_exceeded") == BLOCKS - 2
     cache.manager.close()
     assert opened(levels(tmp_path)).load(TOKENS) == [0] * BLOCKS
 
@@ -396,13 +396,13 @@ def test_a_disk_holds_encoded_blocks(opened: Any, tmp_path: Path, monkeypatch: p
     writer.save(TOKENS)
     held = writer.tier(1)["held_bytes"]
     assert held < 0.7 * BLOCKS * SPEC.slot_bytes
-    assert writer.count("encoded", "int8") == BLOCKS - 1
+    assert writer.count("encoded", "int8") == BLOCKS - 2
     assert writer.load(TOKENS) == [0] * BLOCKS  # memory still has what was computed
     writer.manager.close()
     reader = opened(levels(tmp_path, "int8", **more))
     errors = reader.load(TOKENS)
-    assert errors[0] == 0
-    assert all(0 < error < 0.01 for error in errors[1:])
+    assert errors[0] == errors[-1] == 0
+    assert all(0 < error < 0.01 for error in errors[1:-1])
     assert len(errors) == BLOCKS
     assert reader.save(TOKENS) == 0  # lossy ones stay: this manager is content with them
     reader.manager.close()
@@ -412,6 +412,107 @@ def test_a_disk_holds_encoded_blocks(opened: Any, tmp_path: Path, monkeypatch: p
     purist.manager.close()
     again = opened(levels(tmp_path, None, **more))
     assert again.load(TOKENS) == [0] * BLOCKS
+
+
+@pytest.mark.parametrize(("keep_recent", "encoded"), [(0, BLOCKS - 1), (64, BLOCKS - 2), (256, BLOCKS - 5)])
+@pytest.mark.parametrize("own", [True, False], ids=["codec", "policy"])
+def test_the_end_of_a_chain_stays_exact_on_a_disk(
+    opened: Any, tmp_path: Path, keep_recent: int, encoded: int, own: bool
+) -> None:
+    """As long as it is the end: once enough tokens follow, a block is written again, encoded, and once only."""
+    policy = CompressionPolicy(threshold_step=0, keep_recent=keep_recent, tiers=("disk",))
+    how = {"codec": "int8", "keep_recent": keep_recent} if own else {}
+    cache = opened(levels(tmp_path / "grown", **how), compression_policy=None if own else policy)
+    for blocks in (1, 3, 4, 9, BLOCKS, BLOCKS):
+        cache.save(TOKENS[: blocks * 64])
+        assert cache.count("encoded", "int8", "disk") == max(blocks - BLOCKS + encoded, 0)
+    assert cache.count("kept_raw") == 0
+    at_once = opened(levels(tmp_path / "at once", **how), compression_policy=None if own else policy)
+    at_once.save(TOKENS)
+    assert cache.tier(1)["held_bytes"] == at_once.tier(1)["held_bytes"]
+    cache.manager.close()
+    again = opened(levels(tmp_path / "grown", **how), compression_policy=None if own else policy)
+    assert [error > 0 for error in again.load(TOKENS)] == [False] + [True] * encoded + [False] * (BLOCKS - 1 - encoded)
+    assert again.count("found", tier="disk") == BLOCKS
+
+
+def test_a_chain_that_grows_after_a_restart_is_encoded_too(opened: Any, tmp_path: Path) -> None:
+    writer = opened(levels(tmp_path, "int8"))
+    writer.save(TOKENS[: 3 * 64])
+    writer.manager.close()
+    again = opened(levels(tmp_path, "int8"))
+    assert [error > 0 for error in again.load(TOKENS[: 3 * 64])] == [False, True, False]
+    assert again.save(TOKENS) == BLOCKS - 3
+    assert again.count("encoded", "int8", "disk") == BLOCKS - 3
+    again.manager.close()
+    assert [error > 0 for error in opened(levels(tmp_path, "int8")).load(TOKENS)] == [False, *[True] * 10, False]
+
+
+def test_what_a_codec_has_refused_is_not_tried_again(opened: Any, tmp_path: Path) -> None:
+    """A block with NaN was recent, is not any more, and stays as it is however the chain grows."""
+    cache = opened(levels(tmp_path, "int8"))
+    for blocks in (3, 4, 9, BLOCKS):
+        cache.save(TOKENS[: blocks * 64], bad=2)
+    assert cache.count("kept_raw", "not_finite") == 1
+    assert cache.count("encoded", "int8") == BLOCKS - 3
+    cache.manager.close()
+    disk = opened(levels(tmp_path)).manager
+    disk.register(SPEC, tiny_identity(SPEC))
+    index = disk._chain.tiers[1].index
+    rows = index.rows_of(cache.space.chain(TOKENS).keys)
+    assert index.fidelity[rows].tolist() == [0, 1, 0, *[1] * (BLOCKS - 4), 0]
+
+
+def test_what_is_held_on_a_disk_is_encoded_when_the_chain_grows_again(opened: Any, tmp_path: Path) -> None:
+    """A match that said *exact* must find exact bytes: the block is left alone until nobody holds it."""
+    cache = opened(levels(tmp_path, "int8"))
+    cache.save(TOKENS[: 3 * 64])
+    disk = cache.manager._chain.tiers[1].index
+    held = int(disk.rows_of(cache.space.chain(TOKENS).keys)[2])
+    disk.pin(held)
+    cache.save(TOKENS[: 6 * 64])
+    assert disk.fidelity[held] == 0
+    assert cache.count("encoded", "int8") == 3
+    disk.unpin(held)
+    cache.save(TOKENS)
+    assert disk.fidelity[held] == 1
+    assert cache.count("encoded", "int8") == BLOCKS - 2
+
+
+def test_other_processes_follow_what_is_encoded_later(opened: Any, tmp_path: Path) -> None:
+    """A block that has another place now is not gone for them, nor is what was built on it."""
+    writer, reader = (opened(levels(tmp_path, "int8")) for _ in range(2))
+    other = [*TOKENS[: 3 * 64], *range(5000, 5000 + 64)]
+    for tokens in (TOKENS[: 3 * 64], other):
+        writer.save(tokens)
+    disk = reader.manager._chain.tiers[1].index
+    reader.manager.refresh()
+    assert reader.space.peek(reader.space.chain(other)) == 4
+    row = int(disk.rows_of(reader.space.chain(other).keys)[2])
+    assert disk.fidelity[row] == 1  # four blocks: the third was encoded when the fourth came
+    writer.save(TOKENS)
+    writer.save([*other, *range(9000, 9000 + 128)])
+    reader.manager.refresh()
+    assert reader.space.peek(reader.space.chain(TOKENS)) == BLOCKS
+    assert reader.space.peek(reader.space.chain([*other, *range(9000, 9000 + 128)])) == 6
+    assert reader.count("dropped", "owner_freed") == 0
+    assert len(reader.load(TOKENS)) == BLOCKS
+    assert len(reader.load(other)) == 4
+    purist = opened(levels(tmp_path))
+    assert purist.load(TOKENS) == [0]
+
+
+def test_no_codec_reaches_into_what_it_may_not_follow(opened: Any, tmp_path: Path) -> None:
+    """A request of another process holds the exact block: after it has moved it is a miss there, and nothing else."""
+    writer, reader = (opened(levels(tmp_path, "int8")) for _ in range(2))
+    writer.save(TOKENS[: 3 * 64])
+    reader.manager.refresh()
+    match = reader.space.match(reader.space.chain(TOKENS[: 3 * 64]), "r")
+    assert match.blocks == 3
+    writer.save(TOKENS)
+    reader.manager.refresh()
+    assert reader.space.load(match, reader.there.region, reader.there.positions(3)) < 3
+    reader.space.release("r")
 
 
 def test_any_process_reads_lossless_blocks(opened: Any, tmp_path: Path) -> None:
@@ -519,6 +620,14 @@ def test_a_calibration_that_the_reader_lacks_is_a_miss(
 def test_policies_that_cannot_work_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="CompressionPolicy"):
         CompressionPolicy(**options)
+
+
+@pytest.mark.parametrize("tokens", [-1, 1.5, True, "many"])
+def test_windows_that_cannot_be_are_refused(tmp_path: Path, tokens: Any) -> None:
+    with pytest.raises(ConfigError, match="keep_recent"):
+        DiskBackend(str(tmp_path), size_gb=1, keep_recent=tokens)
+    with pytest.raises(ConfigError, match="keep_recent"):
+        RemoteBackend(connector="MOCK", keep_recent=tokens)
 
 
 def test_codecs_that_cannot_work_are_refused_early(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from itertools import permutations
 
 import pytest
 
@@ -65,6 +66,32 @@ def test_a_fork_shares_blocks_until_it_diverges(open_cache: Opener) -> None:
     assert used(cache) == 0
 
 
+@pytest.mark.parametrize("order", list(permutations(["main", "try", "again"])))
+def test_forks_of_forks_share_along_the_whole_line(open_cache: Opener, order: tuple[str, ...]) -> None:
+    """Whoever goes first takes along what no other has; both tiers are empty after the last one."""
+    cache = open_cache(32, 32)
+    said = {"main": A, "try": [*A, 50, 51, 52, 53], "again": [*A, 50, 51, 52, 53, 60, 61, 62, 63]}
+    cache.manager.create_session("main", labels={"tenant": "acme"}).data["said"] = [1]
+    for parent, name in (("", "main"), ("main", "try"), ("try", "again")):
+        if parent:
+            fork = cache.manager.fork_session(parent, name)
+            assert (fork.labels, fork.data) == ({"tenant": "acme"}, {"said": [1]})
+            assert fork.stats()["blocks"] == len(said[parent]) // 4
+        cache.save(said[name], session=name)
+    cache.save([900, 901, 902, 903], session="try")
+    cache.manager.wait()
+    left = dict(said)
+    for name in order:
+        assert cache.manager.destroy_session(name) is True
+        cache.manager.wait()
+        del left[name]
+        longest = max((len(tokens) // 4 for tokens in left.values()), default=0)
+        assert [tier.index.used for tier in cache.manager._chain.tiers] == [longest + ("try" in left)] * 2
+        assert cache.manager.check() == []
+        for tokens in left.values():
+            assert cache.load(tokens) == [0] * (len(tokens) // 4)
+
+
 def test_a_fork_with_a_smaller_quota_keeps_what_was_used_last(open_cache: Opener) -> None:
     """From the beginning of the latest chain on: leading blocks are the useful ones."""
     cache = open_cache(32)
@@ -109,6 +136,42 @@ def test_pins_follow_what_a_session_stores_and_go_with_it(open_cache: Opener) ->
     cache.save(B, session="s")
     cache.manager.destroy_session("s")
     assert used(cache) == 0
+
+
+def test_pins_beyond_what_there_is_room_for_refuse_and_hang_nobody(open_cache: Opener) -> None:
+    """What is pinned stays, what comes on top is not stored, whoever it is; unpinning makes room again."""
+    cache = open_cache(8)
+    cache.manager.create_session("kept", pin=True)
+    assert [cache.save([100 * n + t for t in A], session="kept") for n in range(1, 5)] == [4, 4, 0, 0]
+    assert cache.save(B) == 0
+    cache.manager.create_session("other", pin=True)
+    assert cache.save(B, session="other") == 0
+    cache.manager.pin_session("other", True)
+    assert [cache.load([100 * n + t for t in A]) for n in range(1, 4)] == [[0] * 4, [0] * 4, []]
+    assert used(cache) == 8
+    assert cache.manager.check() == []
+    cache.manager.pin_session("kept", False)
+    assert cache.save(B, session="other") == 3
+    assert cache.load(B) == [0] * 3
+
+
+def test_pins_beyond_a_tier_hold_in_each_what_is_there(open_cache: Opener) -> None:
+    """The faster of two tiers is full of pins: what follows goes where it can, and nothing that is pinned is lost."""
+    cache = open_cache(4, 32)
+    cache.manager.create_session("kept", pin=True)
+    for n in range(1, 5):
+        cache.save([100 * n + t for t in A], session="kept")
+        cache.manager.wait()
+    held = [cache.space.peek(cache.space.chain([100 * n + t for t in A])) for n in range(1, 5)]
+    assert held[0] == 4
+    assert cache.manager.check() == []
+    for n in range(5, 20):
+        cache.save([100 * n + t for t in A])
+    cache.manager.wait()
+    assert [cache.space.peek(cache.space.chain([100 * n + t for t in A])) for n in range(1, 5)] == held
+    cache.manager.destroy_session("kept")
+    cache.manager.wait()
+    assert cache.space.peek(cache.space.chain([100 + t for t in A])) == 0
 
 
 # -- time to live -----------------------------------------------------------------------------------------------------

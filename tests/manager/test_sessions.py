@@ -5,13 +5,16 @@ import gc
 import subprocess
 import sys
 import threading
+from contextlib import nullcontext
 
 import pytest
 
 from kvcache_factory import SessionExistsError, UnknownSessionError
+from kvcache_factory.engine.ledger import Event
 from kvcache_factory.errors import ConfigError
 from kvcache_factory.session import current_session
-from kvcache_factory.testing import Opener, SmallCache
+from kvcache_factory.session.book import ENDED
+from kvcache_factory.testing import FakeEngine, Opener, SmallCache
 
 A = list(range(16))
 B = [*range(8), 91, 92, 93, 94]
@@ -96,6 +99,98 @@ def test_a_leased_block_outlives_its_session(open_cache: Opener) -> None:
     assert cache.engine.versions(chain, 4) == [0] * 4
     cache.space.release("r")
     assert cache.manager._chain.tiers[0].index.used == 0
+
+
+@pytest.mark.parametrize("purge", [False, True])
+@pytest.mark.parametrize("scoped", [False, True])
+def test_a_running_request_leaves_nothing_of_a_destroyed_session(open_cache: Opener, purge: bool, scoped: bool) -> None:
+    """It goes on with what it was given; what it computes is not stored, until the session is there again."""
+    cache = open_cache(16, 16)
+    cache.manager.create_session("s")
+    cache.save(A[:8], session="s")
+    chain = cache.space.chain(A)
+    scope = cache.manager.use_session("s") if scoped else nullcontext()
+    name = None if scoped else "s"
+    with scope:
+        match = cache.space.match(chain, "r", session=name)
+        assert cache.manager.destroy_session("s", purge=purge) is True
+        assert cache.space.load(match, cache.engine.region, cache.engine.positions(match.blocks)) == 2
+        cache.save(A, session=name)
+        cache.space.release("r")
+    cache.manager.wait()
+    assert [tier.index.used for tier in cache.manager._chain.tiers] == [0, 0]
+    assert cache.manager.ledger.total(Event.NOT_STORED, reason="session_destroyed").blocks == 4
+    assert blocks_of(cache) == {}
+    cache.manager.create_session("s")
+    assert cache.save(A, session="s") == 4
+
+
+def test_the_sessions_destroyed_last_are_remembered_and_no_more(open_cache: Opener) -> None:
+    """Names of those that ended do not pile up, and one that is cleared or dismissed is none of them."""
+    cache = open_cache(16)
+    book = cache.manager._sessions
+    for number in range(ENDED + 5):
+        cache.manager.create_session(f"s{number}")
+        cache.manager.destroy_session(f"s{number}", purge=number % 2 == 1)
+    assert [book.ended(f"s{number}") for number in (4, 5, 6, ENDED + 4)] == [None, True, False, False]
+    assert len(book._ended) == ENDED
+    cache.manager.create_session("t")
+    cache.manager.dismiss_session("t")
+    assert cache.save(A, session="t") == 4
+
+
+def test_a_planned_save_leaves_nothing_of_a_destroyed_session(open_cache: Opener) -> None:
+    """Slots were reserved for it before it ended; what another session references as well stays."""
+    cache = open_cache(16)
+    space, manager = cache.space, cache.manager
+    chain, other = space.chain(A), space.chain(B)
+    manager.create_session("s")
+    manager.create_session("t")
+    tag = cache.engine.region.tag
+    plans = [space.plan_save(c, first=0, count=c.num_blocks, tag=tag, session="s") for c in (chain, other)]
+    assert [len(plan.rows) for plan in plans if plan is not None] == [4, 1]
+    assert cache.save(B, session="t") == 0  # on its way already
+    manager.destroy_session("s")
+    for plan in plans:
+        assert plan is not None
+        space.finish_save(plan, len(plan.rows))
+    manager.wait()
+    assert manager._chain.tiers[0].index.used == 3
+    manager.destroy_session("t")
+    assert manager._chain.tiers[0].index.used == 0
+
+
+def test_many_requests_run_while_their_sessions_are_destroyed(open_cache: Opener) -> None:
+    """Nothing of a session that has ended is left, whatever moment it ended at."""
+    cache = open_cache(32, 64)
+    engines = [FakeEngine(cache.engine.spec, 16) for _ in range(3)]
+    failures: list[BaseException] = []
+
+    def talk(number: int) -> None:
+        try:
+            for turn in range(60):
+                name = f"{number}.{turn}"
+                cache.manager.create_session(name)
+                chain = cache.space.chain([1000 * number + turn, *A])
+                ender = threading.Thread(target=cache.manager.destroy_session, args=(name,))
+                match = cache.space.match(chain, name, session=name)
+                ender.start()
+                cache.space.load(match, engines[number].region, engines[number].positions(match.blocks))
+                cache.space.save(chain, engines[number].region, engines[number].compute(chain), session=name)
+                cache.space.release(name)
+                ender.join()
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=talk, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    cache.manager.wait()
+    assert failures == []
+    assert blocks_of(cache) == {}
+    assert [tier.index.used for tier in cache.manager._chain.tiers] == [0, 0]
 
 
 def test_requests_and_reuse_are_counted_per_session(open_cache: Opener) -> None:

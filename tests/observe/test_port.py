@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import http.client
 import json
-import shutil
 import socket
 import subprocess
 import sys
@@ -13,18 +12,17 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+from prometheus_client import generate_latest
+from tests.servers import prometheus
 
 from kvcache_factory import CacheManager, ConfigError
 from kvcache_factory.observe import port as port_module
-from kvcache_factory.testing import Opener
+from kvcache_factory.testing import Opener, small_cache
 
-PROMETHEUS = shutil.which("prometheus")
 PATIENCE_S = 60.0
 TOKENS = list(range(16))
 
@@ -162,28 +160,92 @@ def test_the_port_does_not_keep_the_process_alive(either: str) -> None:
     assert done.stderr == ""
 
 
-@contextmanager
-def prometheus(folder: Path, target: str) -> Iterator[int]:
-    """A real Prometheus that scrapes *target* every second; yields its port."""
-    number = free_port()
-    config = {
-        "global": {"scrape_interval": "1s", "evaluation_interval": "1s"},
-        "scrape_configs": [{"job_name": "cache", "static_configs": [{"targets": [target]}]}],
-    }
-    (folder / "prometheus.yml").write_text(json.dumps(config), encoding="utf-8")  # JSON is YAML
-    command = [
-        str(PROMETHEUS),
-        f"--config.file={folder / 'prometheus.yml'}",
-        f"--storage.tsdb.path={folder / 'data'}",
-        f"--web.listen-address=127.0.0.1:{number}",
-    ]
-    with open(folder / "log", "wb") as log:
-        server = subprocess.Popen(command, stdout=log, stderr=log)
-    try:
-        yield number
-    finally:
-        server.terminate()
-        server.wait(PATIENCE_S)
+class HeldScrape:
+    """A scrape of *manager*'s port that stands still in the middle until it is let go."""
+
+    def __init__(self, manager: CacheManager, monkeypatch: pytest.MonkeyPatch) -> None:
+        inside, self._go, state = threading.Event(), threading.Event(), CacheManager.state
+        self.answers: list[str | Exception] = []
+        assert manager.metrics_address is not None
+        connection = http.client.HTTPConnection(*manager.metrics_address, timeout=PATIENCE_S)
+
+        def slow(manager: CacheManager) -> dict[str, Any]:
+            if threading.current_thread().name not in ("MainThread", "kvcache-factory-history"):
+                inside.set()
+                assert self._go.wait(PATIENCE_S)
+            return state(manager)
+
+        def ask() -> None:
+            try:
+                connection.request("GET", "/metrics")
+                with connection.getresponse() as answer:
+                    self.answers.append(answer.read().decode())
+            except (OSError, http.client.HTTPException) as error:
+                self.answers.append(error)
+            finally:
+                connection.close()
+
+        monkeypatch.setattr(CacheManager, "state", slow)
+        self._thread = threading.Thread(target=ask)
+        self._thread.start()
+        assert inside.wait(PATIENCE_S)
+
+    def let_go(self) -> str | Exception:
+        """What came of it."""
+        self._go.set()
+        self._thread.join(PATIENCE_S)
+        assert len(self.answers) == 1
+        return self.answers[0]
+
+
+def test_a_manager_may_close_during_a_scrape(either: str, open_cache: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The scrape is answered, with the others on the port; the next one shows only these."""
+    cache = open_cache(8, enable_metrics=True, metrics_port=0)
+    cache.save(TOKENS)
+    assert cache.manager.metrics_address is not None
+    with CacheManager(enable_metrics=True, metrics_port=cache.manager.metrics_address[1], name="other") as other:
+        scrape = HeldScrape(cache.manager, monkeypatch)
+        cache.manager.close()
+        answer = scrape.let_go()
+        assert 'kvcache_factory_up{manager="other"} 0.0' in str(answer)
+        assert 'manager="default"' not in read(other)
+
+
+def test_the_last_manager_may_close_during_a_scrape(
+    either: str, open_cache: Opener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody hangs: the manager closes, whoever asked hears something or is cut off, and the port is gone."""
+    cache = open_cache(8, enable_metrics=True, metrics_port=0)
+    cache.save(TOKENS)
+    address = cache.manager.metrics_address
+    assert address is not None
+    scrape = HeldScrape(cache.manager, monkeypatch)
+    cache.manager.close()
+    assert not is_open(*address)
+    scrape.let_go()
+
+
+def test_scraping_never_fails_while_managers_close() -> None:
+    """Whatever moment of a manager's life it meets: before a model, at work, closing, closed."""
+    registries, failures, ended = list[Any](), list[BaseException](), threading.Event()
+
+    def scrape() -> None:
+        try:
+            while not ended.is_set():
+                for registry in list(registries[-2:]):
+                    assert b"kvcache_factory_up" in generate_latest(registry)
+        except BaseException as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=scrape)
+    thread.start()
+    for _ in range(25):
+        cache = small_cache(4, 8, prepare=lambda manager: registries.append(manager.registry), enable_metrics=True)
+        cache.save(TOKENS)
+        cache.manager.close()
+    ended.set()
+    thread.join()
+    assert failures == []
 
 
 def query(number: int, expression: str) -> list[Any]:
@@ -198,7 +260,6 @@ def query(number: int, expression: str) -> list[Any]:
         connection.close()
 
 
-@pytest.mark.skipif(PROMETHEUS is None, reason="prometheus is not installed (make setup-system)")
 def test_a_real_prometheus_scrapes_it(open_cache: Opener, tmp_path: Path) -> None:
     """Its hit rate is the manager's, to the token, and it takes every type."""
     cache = open_cache(8, enable_metrics=True, metrics_port=0)

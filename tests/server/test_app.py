@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import hmac
+import http.client
 import os
+import socket
 import stat
 import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.server.conftest import TOKEN, Site
+from tests.server.conftest import PATIENCE_S, TOKEN, Site
 
 from kvcache_factory import CacheManager
 from kvcache_factory.errors import ConfigError
 from kvcache_factory.server import token
 from kvcache_factory.server.history import History
+from kvcache_factory.server.hosts import is_local
 from kvcache_factory.server.readiness import readiness
 
 A, B = list(range(16)), list(range(100, 116))
@@ -141,6 +144,51 @@ def test_another_name_for_this_machine_is_refused(site: Site) -> None:
     """A page of somebody else must not make a browser ask us under its own name."""
     assert site.get("/state", Host="evil.example").status == 400
     assert site.get("/state", Host=f"localhost:{site.port}").status == 200
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1"])
+def test_every_loopback_address_is_guarded(host: str) -> None:
+    """However the server was bound, it answers to names of this machine and to no other, in any spelling."""
+    if host == "::1" and not socket.has_dualstack_ipv6():
+        pytest.skip("this machine has no IPv6")
+    with CacheManager(enable_metrics=True, metrics_port=0, metrics_host=host) as manager:
+        assert manager.metrics_address is not None
+        port = manager.metrics_address[1]
+        for name in ("localhost", "LOCALHOST:1", "127.0.0.1", f"[::1]:{port}", "[0:0::1]", f"127.0.0.1:{port}"):
+            assert asked_as(host, port, name) == 200, name
+        for name in ("evil.example", f"evil.example:{port}", "", "::1", "[::2]", "localhost.evil.example", "[::1]evil"):
+            assert asked_as(host, port, name) == 400, name
+
+
+def asked_as(host: str, port: int, name: str) -> int:
+    """Status of the answer to a request that gives *name* as its Host."""
+    connection = http.client.HTTPConnection(host, port, timeout=PATIENCE_S)
+    try:
+        connection.putrequest("GET", "/state", skip_host=True)
+        connection.putheader("Host", name)
+        connection.endheaders()
+        return connection.getresponse().status
+    finally:
+        connection.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "local"),
+    [
+        ("::1", True),
+        ("::ffff:127.0.0.1", True),
+        ("127.8.9.10", True),
+        ("Localhost", True),
+        ("0.0.0.0", False),
+        ("::", False),
+        ("10.0.0.1", False),
+        ("::ffff:10.0.0.1", False),
+        ("cache.example", False),
+    ],
+)
+def test_what_is_bound_to_loopback_alone_is_local(name: str, local: bool) -> None:
+    """Whoever opens more than loopback is reached under names that are not known here."""
+    assert is_local(name) is local
 
 
 @pytest.mark.parametrize("given", [None, "", "wrong", TOKEN[:-1], TOKEN + "x"])

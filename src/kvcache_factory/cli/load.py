@@ -40,6 +40,7 @@ def seconds_of(ctx: click.Context, param: click.Parameter, value: str) -> float:
 @click.option(
     "--metrics-port", type=click.IntRange(0, 65535), help="Serve metrics meanwhile, and compare; 0: any port."
 )
+@click.option("--prometheus", metavar="URL", help="Compare with this server too, which scrapes that port.")
 @click.option(
     "--plot", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE.png", help="Draw memory and hit rate."
 )
@@ -54,6 +55,7 @@ def load(
     trace: Path | None,
     seed: int,
     metrics_port: int | None,
+    prometheus: str | None,
     plot: Path | None,
     as_json: bool,
 ) -> None:
@@ -61,7 +63,8 @@ def load(
 
     They think, switch topics, bring long documents, leave and are followed by others.  The report compares the
     generator's own count with the manager's, to the token, and says what drifted: memory, fragmentation, latency.
-    Exit code 1 when counts disagree.
+    How long a turn takes is told in processor time too, beside a yardstick for the machine: others who use it make both
+    longer, growth only the one.  Exit code 1 when counts disagree.
     """
     from ..load.plot import draw, require_matplotlib
     from ..load.run import Plan, run_load
@@ -81,6 +84,7 @@ def load(
             seed=seed,
             statistics=facts,
             metrics_port=metrics_port,
+            prometheus=prometheus,
         )
         rows = run_load(plan, progress)
     if plot is not None:

@@ -127,19 +127,41 @@ def _encode16_numpy(source: Any, where: Any, scales: Any, quants: Any) -> float:
 
 
 @helper
-def _load_tile(source: Any, at: Any, step: Any, tokens: Any, dim: Any, bits: Any) -> None:
-    for token in range(tokens):  # slices, because an index that may be negative keeps a loop from being vectorised
-        come, to = source[at + token * step :][:dim], bits[token * dim :][:dim]
-        for d in range(dim):
-            to[d] = np.uint32(np.uint32(come[d]) << np.uint32(16))
+def _largest_in_channels(source: Any, at: Any, step: Any, tokens: Any, dim: Any, most: Any) -> None:
+    """Bits of the largest magnitude in each channel; four tokens at once, because *most* is loaded and stored."""
+    most[:] = 0
+    whole = tokens // 4 * 4
+    for token in range(0, whole, 4):  # slices, because an index that may be negative keeps a loop from being vectorised
+        a, b = source[at + token * step :][:dim], source[at + (token + 1) * step :][:dim]
+        c, d = source[at + (token + 2) * step :][:dim], source[at + (token + 3) * step :][:dim]
+        for i in range(dim):
+            ab = max(np.uint16(a[i] & np.uint16(0x7FFF)), np.uint16(b[i] & np.uint16(0x7FFF)))
+            cd = max(np.uint16(c[i] & np.uint16(0x7FFF)), np.uint16(d[i] & np.uint16(0x7FFF)))
+            most[i] = max(most[i], max(ab, cd))
+    for token in range(whole, tokens):
+        these = source[at + token * step :][:dim]
+        for i in range(dim):
+            most[i] = max(most[i], np.uint16(these[i] & np.uint16(0x7FFF)))
+
+
+@helper
+def _largest_of_tokens(source: Any, at: Any, step: Any, tokens: Any, dim: Any, most: Any) -> None:
+    """Bits of the largest magnitude of each token."""
+    for token in range(tokens):
+        these, largest = source[at + token * step :][:dim], np.uint16(0)
+        for i in range(dim):
+            largest = max(largest, np.uint16(these[i] & np.uint16(0x7FFF)))
+        most[token] = largest
 
 
 @helper
 def _scales_of(most: Any, scales: Any, at: Any, count: Any, real: Any, inverse: Any) -> None:
     """From the bits of the largest magnitudes to scales, as bfloat16, float32, and one over it."""
-    sizes, bits = most.view(np.float32), real.view(np.uint32)
+    bits = real.view(np.uint32)
     for i in range(count):
-        real[i] = sizes[i] * np.float32(1 / 127.0)
+        bits[i] = np.uint32(np.uint32(most[i]) << np.uint32(16))
+    for i in range(count):
+        real[i] = real[i] * np.float32(1 / 127.0)
     for i in range(count):
         up = np.uint32(np.uint32(bits[i] + np.uint32(0x1FFFF)) >> np.uint32(16))
         up = max(up, np.uint32(0x80))
@@ -150,62 +172,50 @@ def _scales_of(most: Any, scales: Any, at: Any, count: Any, real: Any, inverse: 
 
 
 @helper
-def _scale_tile(source: Any, scales: Any, by_channel: Any, tokens: Any, dim: Any, add: Any, out: Any) -> None:
-    """(*source* + *add*) times the scale of its channel or token, or the product and then *add*."""
-    for token in range(tokens):
-        come, to = source[token * dim :][:dim], out[token * dim :][:dim]
-        if by_channel:
-            for d in range(dim):
-                to[d] = come[d] * scales[d] + add
-        else:
-            scale = scales[token]
-            for d in range(dim):
-                to[d] = come[d] * scale + add
+def _quantise_keys(source: Any, at: Any, step: Any, tokens: Any, dim: Any, inverse: Any, real: Any, to: Any) -> Any:
+    """Quantise one head with a scale for each channel; bits of the largest distance to what it is decoded to.
 
-
-@helper
-def _worst_of(tile: Any, quantised: Any, real: Any, by_channel: Any, tokens: Any, dim: Any) -> Any:
-    """Bits of the largest distance between a tile and what it is decoded to; *quantised* is used up."""
-    bits = quantised.view(np.uint32)
-    for i in range(tokens * dim):
-        quantised[i] -= np.float32(12582912.0)
-    _scale_tile(quantised, real, by_channel, tokens, dim, np.float32(0), quantised)
-    for i in range(tokens * dim):
-        odd = np.uint32(np.uint32(bits[i] >> np.uint32(16)) & np.uint32(1))
-        up = np.uint32(bits[i] + np.uint32(np.uint32(0x7FFF) + odd))
-        bits[i] = np.uint32(up & np.uint32(0xFFFF0000))
-    for i in range(tokens * dim):
-        quantised[i] = tile[i] - quantised[i]
+    Everything that happens to an element is in one loop: what is between stays in registers.
+    """
     most = np.uint32(0)
-    for i in range(tokens * dim):
-        most = max(most, np.uint32(bits[i] & np.uint32(0x7FFFFFFF)))
+    for token in range(tokens):
+        come, there = source[at + token * step :][:dim], to[token * dim :][:dim]
+        for i in range(dim):
+            value = np.uint32(np.uint32(come[i]) << np.uint32(16)).view(np.float32)
+            level = np.float32(np.float32(value * inverse[i]) + np.float32(12582912.0))
+            there[i] = np.uint8(level.view(np.uint32))
+            back = np.float32(np.float32(level - np.float32(12582912.0)) * real[i]).view(np.uint32)
+            odd = np.uint32(np.uint32(back >> np.uint32(16)) & np.uint32(1))
+            up = np.uint32(np.uint32(back + np.uint32(np.uint32(0x7FFF) + odd)) & np.uint32(0xFFFF0000))
+            apart = np.float32(value - up.view(np.float32)).view(np.uint32)
+            most = max(most, np.uint32(apart & np.uint32(0x7FFFFFFF)))
     return most
 
 
 @helper
-def _largest_of(bits: Any, by_channel: Any, tokens: Any, dim: Any, most: Any) -> None:
-    """Bits of the largest magnitude in each channel, or of each token."""
-    most[:] = 0
+def _quantise_values(source: Any, at: Any, step: Any, tokens: Any, dim: Any, inverse: Any, real: Any, to: Any) -> Any:
+    """The same with a scale for each token; in a loop of its own, so that it is vectorised."""
+    most = np.uint32(0)
     for token in range(tokens):
-        these = bits[token * dim :][:dim]
-        if by_channel:
-            for d in range(dim):
-                most[d] = max(most[d], np.uint32(these[d] & np.uint32(0x7FFFFFFF)))
-        else:
-            largest = np.uint32(0)
-            for d in range(dim):
-                largest = max(largest, np.uint32(these[d] & np.uint32(0x7FFFFFFF)))
-            most[token] = largest
+        come, there = source[at + token * step :][:dim], to[token * dim :][:dim]
+        by, back_by = inverse[token], real[token]
+        for i in range(dim):
+            value = np.uint32(np.uint32(come[i]) << np.uint32(16)).view(np.float32)
+            level = np.float32(np.float32(value * by) + np.float32(12582912.0))
+            there[i] = np.uint8(level.view(np.uint32))
+            back = np.float32(np.float32(level - np.float32(12582912.0)) * back_by).view(np.uint32)
+            odd = np.uint32(np.uint32(back >> np.uint32(16)) & np.uint32(1))
+            up = np.uint32(np.uint32(back + np.uint32(np.uint32(0x7FFF) + odd)) & np.uint32(0xFFFF0000))
+            apart = np.float32(value - up.view(np.float32)).view(np.uint32)
+            most = max(most, np.uint32(apart & np.uint32(0x7FFFFFFF)))
+    return most
 
 
 @kernel("f8(u2[::1], i8[::1], u2[::1], u1[::1])", fallback=_encode16_numpy)
 def _encode16(source: Any, where: Any, scales: Any, quants: Any) -> float:
     layers, heads, tokens, dim = where[0], where[1], where[2], where[3]
-    n = tokens * dim
-    step = max(1024 // dim, 1)
-    tile, work = np.empty(n, np.float32), np.empty(step * dim, np.float32)
-    bits, quantised = tile.view(np.uint32), work.view(np.uint32)
-    most = np.empty(max(tokens, dim), np.uint32)
+    n, step = tokens * dim, where[7]
+    most = np.empty(max(tokens, dim), np.uint16)
     real, inverse = np.empty(max(tokens, dim), np.float32), np.empty(max(tokens, dim), np.float32)
     pair = np.empty(2, np.uint32)
     floats = pair.view(np.float32)
@@ -214,25 +224,23 @@ def _encode16(source: Any, where: Any, scales: Any, quants: Any) -> float:
         for c in range(2):
             pair[:] = 0
             for head in range(heads):
-                _load_tile(source, layer * where[4] + c * where[5] + head * where[6], where[7], tokens, dim, bits)
-                _largest_of(bits, c == 0, tokens, dim, most)
+                at = layer * where[4] + c * where[5] + head * where[6]
+                if c == 0:
+                    _largest_in_channels(source, at, step, tokens, dim, most)
+                else:
+                    _largest_of_tokens(source, at, step, tokens, dim, most)
                 count = dim if c == 0 else tokens
                 for i in range(count):
-                    pair[1] = max(pair[1], most[i])
+                    pair[1] = max(pair[1], np.uint32(np.uint32(most[i]) << np.uint32(16)))
                 if pair[1] >= np.uint32(0x7F800000):
                     return -1.0
                 first = (layer * heads + head) * count + (layers * heads * dim if c else 0)
                 _scales_of(most, scales, first, count, real, inverse)
                 to = quants[((layer * 2 + c) * heads + head) * n :][:n]
-                for start in range(0, tokens, step):  # what is worked on stays in the first cache
-                    some = min(step, tokens - start)
-                    shift = 0 if c == 0 else start
-                    part = tile[start * dim :][: some * dim]
-                    _scale_tile(part, inverse[shift:], c == 0, some, dim, np.float32(12582912.0), work)
-                    there = to[start * dim :][: some * dim]
-                    for i in range(some * dim):
-                        there[i] = np.uint8(quantised[i])
-                    pair[0] = max(pair[0], _worst_of(part, work, real[shift:], c == 0, some, dim))
+                if c == 0:
+                    pair[0] = max(pair[0], _quantise_keys(source, at, step, tokens, dim, inverse, real, to))
+                else:
+                    pair[0] = max(pair[0], _quantise_values(source, at, step, tokens, dim, inverse, real, to))
             if pair[0] >= np.uint32(0x7F800000):
                 return np.inf
             unit = floats[1] if pair[1] > 0 else np.float32(1)

@@ -37,6 +37,7 @@ from .seen import Seen
 from .stages import Stages
 from .table import Keys
 from .tier import Tier
+from .values import leading
 
 REUSABLE, SERVED = Event.REUSABLE, Event.SERVED  # Python 3.11 takes long to look up a member
 
@@ -186,6 +187,13 @@ class TierChain:
         """Leading blocks of *chain* that some tier holds, by key alone."""
         return max(tier.index.peek(chain) for tier in self.tiers) if self.is_open else 0
 
+    def ready(self, chain: KeyChain) -> int:
+        """Leading blocks of *chain* that can be copied out of the first tier's slots as they are, by key alone."""
+        tier = self.tiers[0]
+        held = tier.index.peek(chain) if self.is_open else 0
+        rows = tier.index.rows_of(chain.keys[:held])
+        return leading((rows >= 0) & tier.ready(rows))
+
     def refresh(self) -> None:
         """Learn now what other processes have stored in shared tiers."""
         for tier in self.tiers:
@@ -203,8 +211,8 @@ class TierChain:
         """Give back what a request holds, saying how much it generated; False when it holds nothing (any more)."""
         released = self.leases.release(request_id, output_tokens)
         self.flow.settle()
-        for number in range(len(self.tiers) if released else 0):
-            self.flow.encode_soon(number)
+        if released:
+            self.flow.encode_all_soon()
         return released
 
     def evict(self, blocks: int, number: int = 0) -> int:

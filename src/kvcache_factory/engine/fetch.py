@@ -258,10 +258,14 @@ class Fetcher:
 
     def prepare(self, chain: ChainView, root: int, first: int, rows: Rows) -> Fetch | None:
         """A read of the leading *rows* into slots of the tier above, for the caller to run; None without such slots."""
-        landing = None if self.out_of_service else self._reserve(chain, root, first, self._read_size(rows))
+        rows = rows[: self._read_size(rows)]
+        landing = None if self.out_of_service else self._reserve(chain, root, first, rows)
         if landing is None:
             return None
-        return Fetch(self.source, rows[: len(landing.slots)], chain, first, landing)
+        return self._make(rows[: len(landing.slots)], chain, first, landing)
+
+    def _make(self, rows: Rows, chain: ChainView, first: int, landing: Landing) -> Fetch:
+        return Fetch(self.source, rows, chain, first, landing)
 
     def _read_size(self, rows: Rows) -> int:
         spec = self.source.spec
@@ -270,21 +274,21 @@ class Fetcher:
 
     def _start(self, chain: ChainView, root: int, first: int, rows: Rows) -> Fetch | None:
         rows = rows[: self._read_size(rows)]
-        landing = self._reserve(chain, root, first, len(rows)) or self._borrow(len(rows))
+        landing = self._reserve(chain, root, first, rows) or self._borrow(len(rows))
         if landing is None:
             return None
-        fetch = Fetch(self.source, rows[: len(landing.slots)], chain, first, landing)
+        fetch = self._make(rows[: len(landing.slots)], chain, first, landing)
         if self._io.submit(Lane.LOAD, fetch.run) is None:  # to read it here would wait for as long as the disk likes
             fetch.cancel()
             self.source.count(Event.LOAD_FAILED, len(fetch.rows), "queue_full")
             return None
         return fetch
 
-    def _reserve(self, chain: ChainView, root: int, first: int, count: int) -> Landing | None:
+    def _reserve(self, chain: ChainView, root: int, first: int, rows: Rows) -> Landing | None:
         above = self.above
         if above.payload_offset == 0:  # a device keeps payloads only, a read brings whole images
             return None
-        reservation = above.reserve(chain, root, first, count)
+        reservation = above.reserve(chain, root, first, len(rows))
         above.count_left(reservation, self.source)
         if not len(reservation.rows) or reservation.first != first:
             above.abort(reservation.rows, "not_needed")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
+from msgspec.structs import replace
+
 from ..block.envelope import Fidelity
 from ..block.key import KeyChain
 from ..block.plan import ChainView, Match, Segment
@@ -71,9 +73,14 @@ class Finding:
             lease = self.leases.open(request_id, pins, self._usage(chain, limit, covered) if counted else None)
             self.flow.settle()
         tokens = covered * chain.identity.block_tokens
-        stored = any(self.tiers[segment.tier].store.memory is None for segment in segments)
+        stored = not all(self._in_slots(segment) for segment in segments)
         view = view_of(chain, covered) if stored else None
         return Match(request_id, covered, tokens, tuple(segments), reason, lease, root, view)
+
+    def _in_slots(self, segment: Segment) -> bool:
+        """Whether *segment* can be copied from where it is."""
+        tier = self.tiers[segment.tier]
+        return tier.store.memory is not None and bool(tier.ready(segment.rows).all())
 
     def _usage(self, chain: KeyChain, limit: int, covered: int) -> Usage:
         """Of a request's *limit* blocks, *covered* were found; the others count as history where they were seen."""
@@ -154,7 +161,7 @@ class Finding:
         """What is on its way from slower tiers, and how many blocks the tiers have together."""
         request_id = f"prefetch-{next(self._prefetches)}"
         match = self._lease(chain, root, request_id, chain.num_blocks, self.worst, NO_HINT, counted=False)
-        deeper = [segment for segment in match.segments if segment.tier]
+        deeper = self._deeper(match)
         # Entered, so that the lease cannot grow too old while the work waits for a thread.
         lease = self.leases.enter(request_id, match.lease) if deeper else None
 
@@ -169,6 +176,15 @@ class Finding:
             return None, match.blocks
         threads = max(self.flow.settings.io_threads - 1, 1)
         return Prefetch(self.flow, match, deeper, end).start(threads), match.blocks
+
+    def _deeper(self, match: Match) -> list[Segment]:
+        """What the engine would have to wait for: what is below the first tier, and what is encoded there."""
+        found = []
+        for segment in match.segments:
+            rows = segment.rows if segment.tier else segment.rows[~self.tiers[0].ready(segment.rows)]
+            if len(rows):
+                found.append(replace(segment, rows=rows))
+        return found
 
 
 def view_of(chain: KeyChain, blocks: int) -> ChainView:

@@ -15,8 +15,10 @@ from ..block.spec import BlockSpec
 from ..errors import StoreError
 from ..policy.base import NO_HINT, RequestHint
 from .copying import copy_part
+from .decoding import Decoder
 from .fetch import Fetcher
 from .io import IOPool, Lane, Ticket
+from .lasting import LastingTier
 from .ledger import Event
 from .packed import PackedTier
 from .remote import RemoteLevel
@@ -122,10 +124,17 @@ class Flow:
         return self._passing
 
     def fetcher(self, number: int) -> Fetcher:
-        """What reads blocks of tier *number*, whose store is not memory, into the memory tier above it."""
-        if number not in self._fetchers:
+        """What reads blocks of tier *number*, whose store is not memory, into the memory tier above it.
+
+        Where the tier is in memory and encodes: what decodes blocks in it.
+        """
+        tier = self.tiers[number]
+        if number not in self._fetchers and isinstance(tier, PackedTier):
+            decoder = Decoder(tier, self.below(number), self.io, self.transit, self.settings.max_wait_s)
+            self._fetchers.setdefault(number, decoder)
+        elif number not in self._fetchers:
             above = next(t for t in reversed(self.tiers[:number]) if t.store.memory is not None)
-            made = Fetcher(self.tiers[number], above, self.io, self.transit, self.settings.max_wait_s)
+            made = Fetcher(tier, above, self.io, self.transit, self.settings.max_wait_s)
             self._fetchers.setdefault(number, made)
         return self._fetchers[number]
 
@@ -157,8 +166,16 @@ class Flow:
         self.encode_soon(number)
         self._demote_if_full(number)
 
+    def encode_all_soon(self) -> None:
+        """As :meth:`encode_soon`, for every tier."""
+        for number in range(len(self.tiers)):
+            self.encode_soon(number)
+
     def encode_soon(self, number: int) -> None:
-        """Encode, in the background, what tier *number* has that its rule says is to be encoded by now."""
+        """Encode, in the background, what tier *number* has that its rule says is to be encoded by now.
+
+        Decoded copies that nobody holds any more go, too.
+        """
         tier = self.tiers[number]
         if isinstance(tier, PackedTier) and tier.is_open and not self._encoding[number]:
             self._encoding[number] = True
@@ -174,6 +191,7 @@ class Flow:
         assert isinstance(tier, PackedTier)
         with self._encodes[number]:
             self._encoding[number] = False  # only now: no more than one job may wait for this one
+            tier.fold()
             if tier.rule.when_full and tier.surplus(self.settings.demote_at) <= 0:
                 return
             rows = tier.candidates(ENCODED_AT_ONCE)
@@ -238,6 +256,8 @@ class Flow:
         source, target = self.tiers[source_number], self.tiers[target_number]
         try:
             chain = source.index.stored_chain(tip, self.roots)
+            if isinstance(target, LastingTier):
+                target.encode_aged(chain, partial(self._copy_again, source, chain, target))
             reservation = target.reserve(chain, chain.root, 0, chain.num_blocks, chain.fidelity, chain.layout, hint)
             target.count_left(reservation, self.below(target_number))
             if len(reservation.rows):
@@ -257,6 +277,14 @@ class Flow:
             source.settle()
             target.settle()
             self.encode_soon(source_number)
+
+    def _copy_again(self, source: Tier, chain: StoredChain, target: Tier, part: slice, rows: Rows) -> int:
+        try:
+            return copy_part(source, chain, part, target, rows, self.transit)
+        except StoreError as error:
+            if error.reason != "full":
+                raise
+            return 0
 
     def _fill(
         self,

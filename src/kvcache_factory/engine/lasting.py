@@ -5,18 +5,19 @@ Space is the store's to give.  Where a codec makes blocks smaller, that depends 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 
-from ..block.envelope import unpack_header
+from ..block.envelope import Fidelity, unpack_header
 from ..block.spec import PAGE, BlockSpec, round_up
 from ..codec.base import UNREADABLE_HERE
 from ..errors import CapacityError, StoreError
 from ..policy.base import NO_HINT, EvictionPolicy, RequestHint
-from ..store.base import Entries, LastingStore, SlotMemory
+from ..store.base import Changes, Entries, LastingStore, SlotMemory
 from .coding import ImageCoder
 from .compressing import NOTHING, Exactly
 from .lasting_index import LastingIndex
@@ -25,7 +26,7 @@ from .roots import Roots
 from .table import Keys, Rows
 from .tier import Tier
 from .transit import Transit
-from .values import Chain, Reservation, runs
+from .values import Chain, Reservation, StoredChain, runs
 
 SPARE_ROWS = 4096
 STAGING_BYTES = 32 << 20
@@ -59,6 +60,9 @@ class LastingTier(Tier):
         self.refreshing = False
         self._staging: Transit | None = None
         self.images: ImageCoder | None = None
+        self._ageing = threading.Lock()
+        self._recent = np.empty(0, np.uint32)
+        """Generation of a row, plus one, whose block a lossy codec has left exact because of its place in its chain."""
 
     def open(self, spec: BlockSpec) -> None:
         if self.codec is not None:
@@ -80,6 +84,7 @@ class LastingTier(Tier):
                 "smaller size_gb"
             ) from error
         self._index = index
+        self._recent = np.zeros(index.capacity, np.uint32)
         self._time_lock()
         self._enter(index, entries)
 
@@ -89,6 +94,8 @@ class LastingTier(Tier):
 
     def _enter(self, index: LastingIndex, entries: Entries) -> None:
         rows = index.enter(entries, self._roots)
+        exact = rows[(rows >= 0) & (entries.fidelity == Fidelity.EXACT)]
+        self._recent[exact] = index.generation[exact] + np.uint32(1)
         bound = self.store.bind(rows, entries.places)
         self.count(Event.FOUND, int((rows >= 0).sum()))
         left = rows[(rows >= 0) & ~bound]
@@ -168,6 +175,44 @@ class LastingTier(Tier):
                 break
         return written
 
+    def encode_aged(self, chain: StoredChain, copy: Callable[[slice, Rows], int]) -> None:
+        """Encode what a lossy codec left exact because it was recent, now that *chain* has grown beyond it.
+
+        *copy* writes blocks of the chain to rows, as for the first time.  What somebody holds waits until the chain
+        grows again: a lease promises that what is exact stays that.
+        """
+        index, coder, spec = self.lasting, self.coder, self.spec
+        if coder is None or not (coder.encodes and coder.lossy and self.rule.behind_tokens) or spec is None:
+            return
+        with self._ageing:  # of two jobs, each would see the other's pins
+            rows = index.rows_of(chain.keys)
+            exact = (rows >= 0) & (self._recent[rows] == index.generation[rows] + np.uint32(1))
+            exact &= (chain.fidelity == Fidelity.EXACT) | (chain.codings > 0)
+            stays = self.rule.exactly(chain.num_blocks, spec.block_tokens)
+            aged = [number for number in np.flatnonzero(exact).tolist() if not stays(number)]
+            for number in aged:
+                if self.store.owned(rows[number : number + 1]).all() and index.pin_ready(int(rows[number])):
+                    try:
+                        self._encode_again(number, rows[number : number + 1], copy)
+                    finally:
+                        index.unpin(int(rows[number]))
+            self.settle()
+
+    def _encode_again(self, number: int, row: Rows, copy: Callable[[slice, Rows], int]) -> None:
+        index, before = self.lasting, int(self.index.fidelity[row[0]])
+
+        def mark() -> None:  # before the bytes change: whoever asks from now on must not count on exact ones
+            index.fidelity[row] = max(before, Fidelity.BOUNDED)
+
+        if not index.while_unheld(int(row[0]), 1, mark):
+            return
+        written = 0
+        try:
+            written = copy(slice(number, number + 1), row)
+        finally:
+            if not written or not index.codings[row[0]]:
+                index.fidelity[row] = before
+
     def _write_encoded(
         self, staging: Transit, staged: Rows, rows: Rows, memory: SlotMemory, slots: Rows, exactly: Exactly
     ) -> int:
@@ -197,6 +242,7 @@ class LastingTier(Tier):
         index, depth = self.index, int(self.index.depth[row])
         if images.coder.lossy and exactly(depth):
             out[:] = image
+            self._recent[row] = index.generation[row] + np.uint32(1)
             return len(image)
         reason = images.encode(image, depth, out)
         header = unpack_header(out[: images.spec.header_bytes].data)
@@ -283,13 +329,36 @@ class LastingTier(Tier):
     def _refresh(self) -> None:
         change = self.store.refresh()
         index = self.lasting
-        self.count(Event.DROPPED, index.lose(change.gone), "owner_freed")
+        self.count(Event.DROPPED, index.lose(change.gone[~self._moved(change)]), "owner_freed")
         index.own(change.adopted)
         self._enter(index, change.fresh)
         surplus = self.store.surplus()
         if len(surplus):
             self.count(Event.EVICTED, index.drop(surplus), "fair_share")
         self.settle()
+
+    def _moved(self, change: Changes) -> npt.NDArray[np.bool_]:
+        """Follow blocks of other processes that have another place now, because they were encoded; which are gone not.
+
+        What was built on them stays.
+        """
+        index, fresh = self.lasting, change.fresh
+        moved = np.zeros(len(change.gone), np.bool_)
+        if not len(change.gone) or not len(fresh.keys):
+            return moved
+        places = {key.tobytes(): number for number, key in enumerate(fresh.keys)}
+        for at, row in enumerate(change.gone.tolist()):
+            number = places.get(index.keys[row].tobytes(), -1)
+            if number < 0 or not index.foreign[row]:
+                continue
+            there, one = slice(number, number + 1), np.array([row], np.int32)
+
+            def follow(one: Rows = one, there: slice = there) -> None:
+                index.fidelity[one], index.layout[one] = fresh.fidelity[there], fresh.layout[there]
+
+            if index.while_unheld(row, 1, follow):
+                moved[at] = self.store.bind(one, fresh.places[there]).all()
+        return moved
 
     def begin_refresh(self, after_s: float) -> bool:
         """Whether the last :meth:`refresh` began longer ago than that, and none is on its way; it must follow then.

@@ -13,13 +13,13 @@ import numpy.typing as npt
 
 from ..policy.base import EvictionPolicy
 from ..store.base import Entries
-from .index import Index
+from .movable import MovableIndex
 from .roots import Roots
 from .table import Rows
 from .tree import READY
 
 
-class LastingIndex(Index):
+class LastingIndex(MovableIndex):
     """An index without tokens, which can take over what a directory already holds."""
 
     def __init__(self, rows: int, policy: EvictionPolicy, clock: Callable[[], float]) -> None:
@@ -80,6 +80,7 @@ class LastingIndex(Index):
         self.depth[new] = entries.depth[fresh]
         self.fidelity[new] = entries.fidelity[fresh]
         self.layout[new] = entries.layout[fresh]
+        self.codings[new] = 0
         self.children[new] = 0
         self.hits[new] = 0
         self.busy[new] = False

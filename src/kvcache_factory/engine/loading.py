@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
+from msgspec.structs import replace
+
 from ..block.plan import LoadPlan, Match, Segment
 from ..memory.region import BlockPositions, Region
 from .fetch import Fetch
@@ -12,10 +14,9 @@ from .flow import Flow
 from .lease import LeaseBook
 from .ledger import MANAGER, Event, Ledger
 from .mover import Mover
-from .packed import PackedTier
 from .table import Rows
 from .tier import Tier
-from .values import runs
+from .values import leading, runs
 
 LOADED = Event.LOADED  # Python 3.11 takes long to look up a member
 
@@ -46,6 +47,8 @@ class Loading:
         finally:
             self.leases.leave(lease)
             self.flow.settle()
+            if lease.closed:  # released while it was in use
+                self.flow.encode_all_soon()
 
     def _load_segments(self, match: Match, region: Region, positions: BlockPositions) -> int:
         loaded = 0
@@ -55,9 +58,10 @@ class Loading:
             part = positions[loaded : loaded + wanted]
             begun = time.perf_counter()
             if tier.store.memory is not None:
-                got = self._load_memory(segment, wanted, region, part)
+                got = self._load_memory(match, segment, wanted, region, part)
             else:
-                got = self._load_stored(match, segment, wanted, region, part)
+                rows = segment.rows[:wanted]
+                got = self._load_fetched(match, segment.tier, segment.first, rows, region, part)
             if self.ledger.timed:
                 self.ledger.observe(tier.name, "load", time.perf_counter() - begun)
             tier.count(LOADED, got)
@@ -66,59 +70,48 @@ class Loading:
                 break
         return loaded
 
-    def _load_memory(self, segment: Segment, wanted: int, region: Region, positions: BlockPositions) -> int:
+    def _load_memory(
+        self, match: Match, segment: Segment, wanted: int, region: Region, positions: BlockPositions
+    ) -> int:
         tier = self.tiers[segment.tier]
         rows = segment.rows[:wanted]
         with self.flow.stages(tier.name, "load_verify"):
             sound = tier.sound(rows, self.flow.settings.integrity)
         if sound < len(rows):
             tier.reject(rows[sound:], "checksum")
-        rows = rows[:sound]
         if sound:
-            with self.flow.stages(tier.name, "load_copy"):
-                sound = self._scatter(tier, rows, region, positions[:sound])
+            sound = self._copy(match, replace(segment, rows=rows[:sound]), region, positions[:sound])
         if sound:
             tier.touched(rows[:sound])
             self.flow.promote(segment.tier, int(rows[sound - 1]))
         return sound
 
-    def _scatter(self, tier: Tier, rows: Rows, region: Region, positions: BlockPositions) -> int:
-        """Copy the blocks of *rows*, by way of transit slots where they are encoded; returns how many leading ones."""
-        done = 0
-        for first, last, whole in runs(tier.whole(rows)):
-            while first < last:
-                part = rows[first:last]
-                if whole:
-                    copied = last - first
-                    source = tier.slots, tier.payload_offset, tier.slots_of(part)
-                    self.mover.scatter(*source, tier.index.layout[part], region, positions[first:last])
-                else:
-                    copied = self._scatter_encoded(tier, part, region, positions[first:last])
-                done += copied
-                first += copied
-                if not copied:
-                    tier.reject(part, "codec")
-                    return done
+    def _copy(self, match: Match, segment: Segment, region: Region, positions: BlockPositions) -> int:
+        """Copy blocks from slots, once those are decoded that are encoded; returns how many leading ones."""
+        tier, done = self.tiers[segment.tier], 0
+        for first, last, ready in runs(tier.ready(segment.rows)):
+            rows, part = segment.rows[first:last], positions[first:last]
+            if ready:
+                with self.flow.stages(tier.name, "load_copy"):
+                    source = tier.slots, tier.payload_offset, tier.slots_of(rows)
+                    self.mover.scatter(*source, tier.index.layout[rows], region, part)
+                copied = last - first
+            else:
+                copied = self._load_fetched(match, segment.tier, segment.first + first, rows, region, part)
+            done += copied
+            if copied < last - first:
+                break
         return done
 
-    def _scatter_encoded(self, tier: Tier, rows: Rows, region: Region, positions: BlockPositions) -> int:
-        assert isinstance(tier, PackedTier)
-        transit = self.flow.transit
-        slots = transit.take(len(rows), wait=True)
-        try:
-            offset = transit.spec.header_bytes
-            good = tier.copy_payloads(rows[: len(slots)], transit.memory, slots, offset)
-            if good:
-                codes = tier.index.layout[rows[:good]]
-                self.mover.scatter(transit.memory, offset, slots[:good], codes, region, positions[:good])
-            return good
-        finally:
-            transit.give_back(slots)
-
-    def _load_stored(
-        self, match: Match, segment: Segment, wanted: int, region: Region, positions: BlockPositions
+    def _load_fetched(
+        self, match: Match, number: int, first: int, rows: Rows, region: Region, positions: BlockPositions
     ) -> int:
+        """Have background threads read or decode the blocks *rows* of *match*, from number *first* on, and copy them.
+
+        Waits for them no longer than a load may.
+        """
         assert match.chain is not None
+        name = self.tiers[number].name
 
         def use(fetch: Fetch, at: int) -> None:
             landing, good = fetch.landing, fetch.good
@@ -128,13 +121,13 @@ class Loading:
                 with self.flow.stages(name, "load_copy"):
                     self.mover.scatter(*source, region, part)
 
-        fetcher, name = self.flow.fetcher(segment.tier), self.tiers[segment.tier].name
-        return fetcher.fetch(match.chain, match.root, segment.first, segment.rows[:wanted], use)
+        return self.flow.fetcher(number).fetch(match.chain, match.root, first, rows, use)
 
     def plan_load(self, match: Match, count: int) -> LoadPlan:
         """Rows of the first tier that hold the leading blocks of *match*, at most *count*, sound and leased.
 
-        They stay where they are while the lease lasts; whoever copies them need not ask again.
+        They stay where they are while the lease lasts; whoever copies them need not ask again.  Blocks that are encoded
+        there end the run, as those in slower tiers do: a prefetch decodes them.
         """
         tier = self.tiers[0]
         segment = match.segments[0] if match.segments else None
@@ -145,8 +138,7 @@ class Loading:
         sound = tier.sound(rows, self.flow.settings.integrity)
         if sound < len(rows):
             tier.reject(rows[sound:], "checksum")
-        if isinstance(tier, PackedTier):
-            sound = tier.make_whole(rows[:sound])
+        sound = leading(tier.ready(rows[:sound]))
         tier.touched(rows[:sound])
         if sound < len(rows):
             lease.usage.served = min(lease.usage.served, sound)

@@ -56,10 +56,21 @@ class MovableIndex(Index):
             return free
 
     def while_unheld(self, row: int, own: int, action: Callable[[], None]) -> bool:
-        """Do *action*, which must be quick, if nobody else holds *row* or anything on it; False if somebody does."""
-        with self._lock:
-            if not len(self.unheld(np.array([row], np.int32), own)):
-                return False
+        """As :meth:`if_unheld`, and after that the block may be another than an earlier match has verified."""
+
+        def change() -> None:
             action()
-            self.generation[row] += 1  # what an earlier match of a chain has verified may be less exact now
-            return True
+            self.generation[row] += 1
+
+        return self.if_unheld(row, own, change)
+
+    def if_unheld(self, row: int, own: int, action: Callable[[], None]) -> bool:
+        """Do *action*, which must be quick, if nobody else than *own* pins holds *row* or anything on it.
+
+        False if somebody does.
+        """
+        with self._lock:
+            free = len(self.unheld(np.array([row], np.int32), own)) > 0
+            if free:
+                action()
+            return free

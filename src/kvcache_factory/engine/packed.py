@@ -8,6 +8,7 @@ somebody holds, or on which somebody holds a block, are left alone: leases promi
 from __future__ import annotations
 
 import threading
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +17,7 @@ from ..block.envelope import Fidelity, Header, checksum, pack_header
 from ..block.spec import PAGE, BlockSpec, Layout, round_up
 from ..codec.base import DOES_NOT_PAY, Encoded
 from ..errors import CapacityError
-from ..memory.chunks import ChunkPool, read_chunks, read_slot, write_chunks, write_slot
+from ..memory.chunks import ChunkPool, read_chunks, read_slot, write_chunks
 from ..memory.slab import Slab
 from ..policy.base import NO_HINT, RequestHint
 from .coding import decode_payload, encode_payload
@@ -30,6 +31,12 @@ from .values import Chain, Reservation, StoredChain
 PER_SLOT = 32
 """Chunks of a slot: what rounding up costs an encoded block at most, as a share of a whole one, is one in so many."""
 NOWHERE = -1
+MOST_STAGED = 0.5
+"""Slots that decoded copies may take, as a share of all."""
+STAGED_S = 10.0
+"""Seconds for which a copy that was decoded ahead waits for the request that it is for."""
+USED = -np.inf
+"""When a copy was decoded that a request has used."""
 
 
 class PackedTier(Tier):
@@ -59,10 +66,13 @@ class PackedTier(Tier):
         self._chunks = np.full((rows, PER_SLOT), NOWHERE, np.int32)
         self._sizes = np.zeros(rows, np.int64)
         self._touched = np.zeros(rows, np.float64)
+        self._staged_s = np.full(rows, USED, np.float64)
         self._refused = np.zeros(rows, np.uint32)  # generation of the row, plus one, that its codec has refused
         self._params: dict[int, bytes] = {}
         self._pool = ChunkPool(slots, PER_SLOT)
         self._room = threading.RLock()
+        self._staged = 0
+        self._most_staged = max(int(MOST_STAGED * slots), 1)
 
     @property
     def movable(self) -> MovableIndex:
@@ -97,6 +107,10 @@ class PackedTier(Tier):
         return max(slots, super().surplus(share))
 
     def whole(self, rows: Rows) -> npt.NDArray[np.bool_]:
+        found: npt.NDArray[np.bool_] = self._sizes[rows] == 0
+        return found
+
+    def ready(self, rows: Rows) -> npt.NDArray[np.bool_]:
         found: npt.NDArray[np.bool_] = self._place[rows] != NOWHERE
         return found
 
@@ -133,6 +147,8 @@ class PackedTier(Tier):
                     self._place[rows] = self._pool.take_slots(len(rows))
                     break
                 short = len(rows) - self._pool.free_slots
+            if self.fold(everything=True):
+                continue
             keys = self.evict(short)
             evicted.append(keys)
             if not len(keys):
@@ -162,6 +178,7 @@ class PackedTier(Tier):
     def _free(self, rows: Rows) -> None:
         slots = self._place[rows]
         self._pool.give_slots(slots[slots != NOWHERE])
+        self._staged -= int(((slots != NOWHERE) & (self._sizes[rows] > 0)).sum())
         self._place[rows] = NOWHERE
         for row in rows[self._sizes[rows] > 0].tolist():
             self._drop_chunks(row)
@@ -175,9 +192,10 @@ class PackedTier(Tier):
 
     def touched(self, rows: Rows) -> None:
         self._touched[rows] = self._clock()
+        self._staged_s[rows] = USED
 
     def _payload_checksum(self, row: int) -> int:
-        if self._place[row] == NOWHERE:
+        if self._sizes[row]:
             return checksum(self._data(row).data)
         payload = self.store.payload(int(self._place[row]))
         return checksum(payload) if payload is not None else 0
@@ -200,7 +218,8 @@ class PackedTier(Tier):
         """
         index, rule, spec = self.movable, self.rule, self.spec
         assert spec is not None
-        able = index.visible() & (self._place != NOWHERE) & (index.codings == 0) & (index.depth >= rule.keep_first)
+        able = index.visible() & (self._place != NOWHERE) & (self._sizes == 0)
+        able &= (index.codings == 0) & (index.depth >= rule.keep_first)
         able &= self._refused != index.generation + np.uint32(1)
         if rule.max_hits is not None:
             able &= index.hits <= rule.max_hits
@@ -233,7 +252,7 @@ class PackedTier(Tier):
         assert coder is not None
         assert spec is not None
         slot, depth = int(self._place[row]), int(index.depth[row])
-        if slot == NOWHERE or not len(index.unheld(np.array([row], np.int32), 1)):
+        if slot == NOWHERE or self._sizes[row] or not len(index.unheld(np.array([row], np.int32), 1)):
             return False
         payload = read_slot(self.slots, slot, self.payload_offset, spec.payload_bytes)
         layout = Layout.of_code(int(index.layout[row])).value
@@ -306,22 +325,66 @@ class PackedTier(Tier):
                 return number
         return len(rows)
 
-    def make_whole(self, rows: Rows) -> int:
-        """Decode *rows*, which the caller holds, into slots of their own again; returns how many leading ones are."""
-        spec = self.spec
-        assert spec is not None
-        for number, row in enumerate(rows.tolist()):
-            if self._place[row] != NOWHERE:
-                continue
-            out = np.empty(spec.payload_bytes, np.uint8)
-            one = np.array([row], np.int32)
-            if self.decode(row, out) is not None or not self._give_slots(one)[0]:
-                return number
-            write_slot(self.slots, int(self._place[row]), self.payload_offset, out)
-            with self._room:
-                self._drop_chunks(row)
-            self.index.checksum[row] = checksum(out.data)
-        return len(rows)
+    # -- decoded copies, beside what is encoded -----------------------------------------------------------------------
+
+    def take_staging(self, count: int, *, evict: bool = False) -> tuple[Rows, Keys]:
+        """Up to *count* slots for decoded copies, and the keys of what left for them; nothing does unless *evict*.
+
+        They end with :meth:`stage` or :meth:`give_staging`.
+        """
+        if self._room_to_stage(count) < count:
+            self.fold(everything=True)
+        keys = np.empty((0, 2), np.uint64)
+        with self._room:
+            short = min(count, self._most_staged - self._staged) - self._pool.free_slots
+        if evict and short > 0:
+            keys = self.evict(short)
+        with self._room:
+            slots = self._pool.take_slots(self._room_to_stage(count))
+            self._staged += len(slots)
+        return slots, keys
+
+    def _room_to_stage(self, count: int) -> int:
+        with self._room:
+            return max(min(count, self._most_staged - self._staged, self._pool.free_slots), 0)
+
+    def give_staging(self, slots: Rows) -> None:
+        """*slots* of :meth:`take_staging` were not needed."""
+        with self._room:
+            self._staged -= len(slots)
+            self._pool.give_slots(slots)
+
+    def stage(self, rows: Rows, slots: Rows) -> None:
+        """Decoded copies of *rows*, which the caller holds, are in *slots*; where there is one already, that stays."""
+        with self._room:
+            fresh = (self._place[rows] == NOWHERE) & (self._sizes[rows] > 0)
+            self._place[rows[fresh]] = slots[fresh]
+            self._staged_s[rows[fresh]] = self._clock()
+        self.give_staging(slots[~fresh])
+
+    def fold(self, *, everything: bool = False) -> int:
+        """Let go of decoded copies that nobody holds; returns of how many.
+
+        Those that were decoded ahead and are not used yet stay for a while, unless *everything* has to go.
+        """
+        if not self._staged:
+            return 0
+        with self._room:
+            over = (self._place != NOWHERE) & (self._sizes > 0)
+            if not everything:
+                over &= self._staged_s <= self._clock() - STAGED_S
+            rows = np.flatnonzero(over).astype(np.int32)
+        folded = 0
+        for row in self.movable.unheld(rows).tolist():
+            folded += self.movable.if_unheld(row, 0, partial(self._unstage, row))
+        return folded
+
+    def _unstage(self, row: int) -> None:
+        with self._room:
+            if self._place[row] != NOWHERE and self._sizes[row]:
+                slots = self._place[row : row + 1].copy()
+                self._place[row] = NOWHERE
+                self.give_staging(slots)
 
     def write_image(self, chain: StoredChain, number: int, out: npt.NDArray[np.uint8]) -> None:
         """The sealed image of encoded block *number* of *chain*, as it is, to *out* ``uint8 [slot_bytes]``."""

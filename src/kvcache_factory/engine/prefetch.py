@@ -19,7 +19,8 @@ class Prefetch:
     Parameters
     ----------
     segments:
-        The parts of *match* that lie below the first tier; its lease is held until *on_end* is called, once.
+        The parts of *match* that lie below the first tier, or are encoded in it; its lease is held until *on_end* is
+        called, once.
     """
 
     def __init__(self, flow: Flow, match: Match, segments: Sequence[Segment], on_end: Callable[[], None]) -> None:
@@ -65,7 +66,7 @@ class Prefetch:
         with self._lock:
             while self._segments:
                 segment = self._segments[0]
-                if self._flow.tiers[segment.tier].store.memory is not None:
+                if segment.tier and self._flow.tiers[segment.tier].store.memory is not None:
                     self._flow.promote(segment.tier, int(segment.rows[-1]))
                     del self._segments[0]
                     continue

@@ -174,6 +174,14 @@ class RemoteLevel:
         """Whether what is written goes through a codec."""
         return self.coder is not None and self.coder.encodes
 
+    def stays_exact(self, depths: Sequence[int], chain_blocks: int) -> npt.NDArray[np.bool_]:
+        """Which blocks of a chain of so many a lossy codec leaves as they are, because of their place in it."""
+        assert self.spec is not None
+        if self.coder is None or not (self.coder.encodes and self.coder.lossy):
+            return np.zeros(len(depths), np.bool_)
+        exactly = self.rule.exactly(chain_blocks, self.spec.block_tokens)
+        return np.array([exactly(depth) for depth in depths], np.bool_)
+
     def encode(self, pool: Transit, slots: Rows, depths: Sequence[int], chain_blocks: int) -> list[int] | None:
         """Encode sealed images of a chain of so many blocks where they are, in *slots* of *pool*.
 
@@ -181,11 +189,11 @@ class RemoteLevel:
         """
         if self.images is None or not self.encodes:
             return None
-        spec, coder, sizes = pool.spec, self.images.coder, []
-        exactly = self.rule.exactly(chain_blocks, spec.block_tokens)
-        for slot, depth in zip(slots.tolist(), depths, strict=True):
+        spec, sizes = pool.spec, []
+        exact = self.stays_exact(depths, chain_blocks).tolist()
+        for slot, depth, stays in zip(slots.tolist(), depths, exact, strict=True):
             image = pool.memory.view[slot]
-            if coder.lossy and exactly(depth):
+            if stays:
                 sizes.append(spec.slot_bytes)
                 continue
             reason = self.images.encode(image.copy(), depth, image)

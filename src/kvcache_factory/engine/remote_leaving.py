@@ -26,6 +26,9 @@ from .values import StoredChain
 if TYPE_CHECKING:
     from .remote import RemoteLevel
 
+AGED = 1 << 31
+"""Blocks of a chain that seems to have no end: what is driven out of memory is not recent any more."""
+
 
 class Leaving:
     """The way down for what is gone from memory before it is written.
@@ -88,7 +91,7 @@ class Leaving:
     def _write(self, chain: StoredChain, blocks: npt.NDArray[np.int64], slots: Rows, names: list[bytes]) -> None:
         level, step, done = self._level, self._level.batch_blocks, 0
         seal(self._passing.spec, self._passing.memory.view, slots, chain, blocks)
-        sizes = level.encode(self._passing, slots, blocks.tolist(), chain.num_blocks)
+        sizes = level.encode(self._passing, slots, blocks.tolist(), AGED)
         level.names.remember(names)
         going = True
         for start in range(0, len(slots), step):

@@ -13,6 +13,7 @@ from ..store.base import Operation
 from .images import seal
 from .io import Lane
 from .ledger import Event
+from .remote_leaving import AGED
 from .table import Rows
 from .tier import Tier
 from .transit import Transit
@@ -42,6 +43,8 @@ class Writes:
         self._index = source.index  # outlives the tier: what is late may end after everything was closed
         self._written = np.full(source.index.capacity, _NEVER, np.uint32)
         """Generation of a row whose block was written or came from there: it need not be written again."""
+        self._recent = np.full(source.index.capacity, _NEVER, np.uint32)
+        """The same of a row whose block a lossy codec left exact because it was recent: it is written once more."""
         self._lock = threading.Lock()
         self.tokens_in_flight = 0
 
@@ -82,7 +85,7 @@ class Writes:
             index.pin(tip)
             chain = index.stored_chain(tip, self._level.roots)
             mine = np.flatnonzero(np.isin(chain.rows, missing))
-            self._write(chain, mine, tip)
+            self._write(chain, mine, tip, leaving=True)
             missing = missing[~np.isin(missing, chain.rows) & (missing != tip)]
         return self.is_written(rows)
 
@@ -99,7 +102,7 @@ class Writes:
         try:
             chain = self.source.index.stored_chain(tip, self._level.roots)
             with self._lock:
-                new = np.flatnonzero(~self.is_written(chain.rows))
+                new = np.flatnonzero(~self.is_written(chain.rows) | self._aged(chain))
                 self.mark(chain.rows[new])  # two requests that hit the same blocks write them once
         except BaseException:
             self.source.index.unpin(tip)
@@ -110,8 +113,17 @@ class Writes:
         finally:
             self._less(tokens)
 
-    def _write(self, chain: StoredChain, blocks: npt.NDArray[np.int64], tip: int) -> None:
-        """Write these *blocks* of a chain, batch by batch while all goes well; takes over one pin of *tip*."""
+    def _aged(self, chain: StoredChain) -> npt.NDArray[np.bool_]:
+        """Which blocks of *chain* are written as they are, because they were recent, and are not any more."""
+        recent = self._recent[chain.rows] == self.source.index.generation[chain.rows]
+        aged: npt.NDArray[np.bool_] = recent & ~self._level.stays_exact(range(chain.num_blocks), chain.num_blocks)
+        return aged
+
+    def _write(self, chain: StoredChain, blocks: npt.NDArray[np.int64], tip: int, *, leaving: bool = False) -> None:
+        """Write these *blocks* of a chain, batch by batch while all goes well; takes over one pin of *tip*.
+
+        Those that are *leaving* memory have aged, whatever follows them.
+        """
         level, step = self._level, self._level.batch_blocks
         last: Operation | None = None
         done = 0
@@ -120,9 +132,10 @@ class Writes:
             while done < len(blocks):
                 part = blocks[done : done + step]
                 with level.timing("put"):
-                    last, took = self._put(chain, part)
+                    last, took = self._put(chain, part, AGED if leaving else chain.num_blocks)
                 count = last.count if last.done else 0
                 self.mark(chain.rows[part[:count]])
+                self._note_recent(chain, part[:count], leaving)
                 level.count(Event.STORED, count)
                 done += count
                 if count < took or not took:
@@ -137,8 +150,15 @@ class Writes:
             else:
                 end()
 
-    def _put(self, chain: StoredChain, part: npt.NDArray[np.int64]) -> tuple[Operation, int]:
-        """Seal and send one batch; also how many blocks of it were sent."""
+    def _note_recent(self, chain: StoredChain, part: npt.NDArray[np.int64], leaving: bool) -> None:
+        """Remember which of the written blocks *part* are exact only for now."""
+        rows = chain.rows[part]
+        behind = self._level.stays_exact(part.tolist(), AGED if leaving else chain.num_blocks)
+        behind &= ~self._level.stays_exact(part.tolist(), AGED)
+        self._recent[rows] = np.where(behind, self.source.index.generation[rows], _NEVER)
+
+    def _put(self, chain: StoredChain, part: npt.NDArray[np.int64], chain_blocks: int) -> tuple[Operation, int]:
+        """Seal and send one batch of a chain of so many blocks; also how many blocks of it were sent."""
         level, spec, source = self._level, self._level.spec, self.source
         assert spec is not None
         names = level.names.of(chain, part.tolist())
@@ -152,7 +172,7 @@ class Writes:
             taken = source.copy_payloads(rows[: len(slots)], self._transit.memory, slots, spec.header_bytes)
             rows, part, names, sent = rows[:taken], part[:taken], names[:taken], slots[:taken]
             seal(spec, self._transit.memory.view, sent, chain, part)
-            sizes = level.encode(self._transit, sent, part.tolist(), chain.num_blocks)
+            sizes = level.encode(self._transit, sent, part.tolist(), chain_blocks)
         except BaseException:
             self._transit.give_back(slots)
             raise

@@ -157,6 +157,10 @@ class Tier:
         """Which of *rows* are in slots, as they are."""
         return np.ones(len(rows), np.bool_)
 
+    def ready(self, rows: Rows) -> npt.NDArray[np.bool_]:
+        """Which of *rows* can be copied out of slots; those of others must be decoded first."""
+        return np.ones(len(rows), np.bool_)
+
     def touched(self, rows: Rows) -> None:
         """A request has used *rows*."""
 

@@ -86,6 +86,11 @@ def runs(values: npt.NDArray[Any]) -> list[tuple[int, int, Any]]:
     return [(first, last, values[first].item()) for first, last in itertools.pairwise(cuts)]
 
 
+def leading(good: npt.NDArray[np.bool_]) -> int:
+    """How many values are true before the first that is not."""
+    return int(good.argmin()) if not good.all() else len(good)
+
+
 class Found(msgspec.Struct, frozen=True):
     """A verified leading run: its *rows*, and why it ended before the chain did."""
 

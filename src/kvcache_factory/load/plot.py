@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..errors import ConfigError, MissingDependencyError
-from .report import Row
+from .sampling import Row
 
 
 def require_matplotlib() -> None:

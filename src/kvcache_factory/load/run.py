@@ -15,11 +15,15 @@ import numpy as np
 from ..backend import Backend, CPUBackend, DiskBackend, HierarchicalBackend
 from ..errors import ConfigError, MissingDependencyError
 from ..manager import CacheManager
-from .report import Row, counts, drift, resident_bytes
+from .prometheus import Prometheus
+from .report import counts, drift
+from .sampling import Row, sample
 from .statistics import BUILT_IN, Statistics
-from .users import SYSTEM_PROMPTS, Shape, User, system_prompt
+from .users import SYSTEM_PROMPTS, Shape, Tokens, User, system_prompt
 from .watch import Watch
 
+NAME = "load"
+"""Of the manager, in metrics and on the page."""
 VOCABULARY, CONTEXT, BLOCK_TOKENS = 4096, 1536, 16
 SAMPLES = 240
 """Samples of a run, at most two a second."""
@@ -43,6 +47,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     statistics: Statistics = BUILT_IN
     metrics_port: int | None = None
     """Where to serve metrics meanwhile; they are read at the end."""
+    prometheus: str | None = None
+    """Address of a Prometheus server that scrapes this port; it is asked after a scrape of the end."""
 
     def __post_init__(self) -> None:
         if not self.duration_s > 0 or not self.think_s >= 0:
@@ -51,6 +57,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError(
                 f"users={self.users}, workers={self.workers} and memory_mb={self.memory_mb} must be at least 1"
             )
+        if self.prometheus is not None and self.metrics_port is None:
+            raise ConfigError(f"prometheus={self.prometheus!r} needs metrics_port: the port that it scrapes")
 
 
 def tiny_model(seed: int = 0) -> Any:
@@ -83,18 +91,27 @@ def run_load(plan: Plan, progress: Progress = lambda *_: None) -> list[Row]:
     """Run it and report.
 
     Rows: ``kind`` is ``count`` (``name``, ``own``: what the generator counted, ``ledger``: what the manager did,
-    ``metrics`` and ``page``: what its port says, ``agree``), ``drift`` (``name``, ``early``, ``late``: medians of the
-    second and the last quarter, ``change``, ``flat``) or ``sample`` (one moment).  Tokens, bytes and milliseconds, as
-    ``unit`` says.
+    ``metrics`` and ``page``: what its port says, ``prometheus``: what that server has scraped, ``agree``), ``drift``
+    (``name``, ``early``, ``late``: of the second and the last quarter, ``change``, ``flat``) or ``sample`` (one
+    moment).  Tokens, bytes and milliseconds, as ``unit`` says.
+
+    Raises ConfigError when the Prometheus server does not answer, before anything runs, or does not scrape.
     """
+    server = Prometheus(plan.prometheus, NAME) if plan.prometheus is not None else None
+    if server is not None:
+        server.now()
     model = tiny_model(plan.seed)
-    with CacheManager(_backend(plan), name="load", enable_metrics=True, metrics_port=plan.metrics_port) as manager:
+    with CacheManager(_backend(plan), name=NAME, enable_metrics=True, metrics_port=plan.metrics_port) as manager:
         run = Run(plan, model, manager)
         try:
             run.go(progress)
         finally:
             run.close()
-        return [*counts(run.watch, run.adapter, manager), *drift(run.samples, run.watch, run.begun), *run.samples]
+        if server is not None:
+            progress(plan.duration_s, plan.duration_s, "waiting for a last scrape")
+            server.wait_for_scrape(server.now())
+        rows = counts(run.watch, run.adapter, manager, server.reader() if server is not None else None)
+        return [*rows, *drift(run.samples, run.watch, run.begun), *run.samples]
 
 
 def _backend(plan: Plan) -> Backend:
@@ -159,7 +176,7 @@ class Run:
     def _warm_up(self) -> None:
         """What every conversation begins with is stored, kernels are compiled, and memory has been touched."""
         for number in range(SYSTEM_PROMPTS):
-            self._answer(system_prompt(number, self._shape), 1)
+            self._answer(system_prompt(number, self._shape), 1, 0)
         while self.manager.state()["tiers"][0]["prefaulted"] < 1:
             time.sleep(0.05)
 
@@ -189,32 +206,19 @@ class Run:
             self.manager.destroy_session(before)
             self.manager.create_session(user.session, labels={"tenant": user.tenant})
         with self.manager.use_session(user.session):
-            user.heard(self._answer(question.prompt, question.answer_tokens))
+            user.heard(self._answer(question.prompt, question.answer_tokens, question.repeated))
 
-    def _answer(self, prompt: Any, tokens: int) -> Any:
+    def _answer(self, prompt: Tokens, tokens: int, repeated: int) -> Tokens:
         import torch
 
         self.watch.begin()
         ids = torch.from_numpy(prompt)[None]
         mask = torch.ones_like(ids)
         output = self.model.generate(ids, attention_mask=mask, max_new_tokens=tokens, do_sample=False)
-        conversation = output[0].numpy()
-        self.watch.end(prompt, np.asarray(conversation))
+        conversation: Tokens = np.asarray(output[0].numpy())
+        self.watch.end(prompt, repeated, len(conversation) - len(prompt))
         return conversation
 
     def _sample(self, now: float) -> None:
-        state = self.manager.state()
-        tiers = state["tiers"]
-        self.samples.append(
-            {
-                "kind": "sample",
-                "t_s": round(now - self.begun, 3),
-                "resident_bytes": resident_bytes(),
-                "held_bytes": sum(tier["held_bytes"] for tier in tiers),
-                "fragmentation_bytes": sum(sum(tier["fragmentation"].values()) for tier in tiers),
-                "sessions": len(state["sessions"]),
-                "requests": self.watch.counts.requests,
-                "served_tokens": self.watch.counts.served_tokens,
-                "reusable_tokens": self.watch.counts.reusable_tokens,
-            }
-        )
+        own = self.watch.first_tokens.nbytes + sum(user.nbytes for user in self._users)
+        self.samples.append(sample(self.manager, self.watch, own, now - self.begun))

@@ -33,11 +33,16 @@ class Shape(NamedTuple):
 
 
 class Question(NamedTuple):
-    """What a user asks: the whole prompt, how long the answer will be, and whether a new session begins with it."""
+    """What a user asks: the whole prompt, how long the answer will be, and whether a new session begins with it.
+
+    *repeated*: how many tokens the prompt begins with that were said before and answered, by this user or in front of
+    another conversation.  Of an answer the last token does not count, since nothing was computed behind it.
+    """
 
     prompt: Tokens
     answer_tokens: int
     new_session: bool
+    repeated: int
 
 
 class User:
@@ -51,6 +56,7 @@ class User:
         self._visits = 0
         self._said: Tokens = np.empty(0, np.int64)
         self._before: Tokens = self._said
+        self._in_front = [system_prompt(number, shape) for number in range(SYSTEM_PROMPTS)]
 
     @property
     def session(self) -> str:
@@ -65,6 +71,7 @@ class User:
     def ask(self) -> Question:
         """The next question, which goes on from the last answer or begins a new topic."""
         facts, shape, random = self._statistics, self._shape, self._random
+        earlier = (self._said[:-1], self._before[:-1], *self._in_front)
         changes = random.random() < facts.new_topic
         if changes and len(self._before) and random.random() < COMES_BACK:
             self._said, self._before, changes = self._before, self._said, False
@@ -82,7 +89,7 @@ class User:
             prompt = np.concatenate((self._system_prompt(), self._words(document)))
         else:
             prompt = np.concatenate((self._said, self._words(more)))
-        return Question(prompt, answer, leaves)
+        return Question(prompt, answer, leaves, max(common(prompt, said) for said in earlier))
 
     def heard(self, conversation: Tokens) -> None:
         """Prompt and answer of the last question."""
@@ -92,8 +99,13 @@ class User:
         """Seconds until the next question."""
         return draw(self._statistics.pauses, self._random) * mean_s
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of what this user remembers: two topics at most, each no longer than the model's context."""
+        return int(self._said.nbytes + self._before.nbytes + sum(prompt.nbytes for prompt in self._in_front))
+
     def _system_prompt(self) -> Tokens:
-        return system_prompt(int(self._random.integers(SYSTEM_PROMPTS)), self._shape)
+        return self._in_front[int(self._random.integers(SYSTEM_PROMPTS))]
 
     def _words(self, count: int) -> Tokens:
         return self._random.integers(SPECIAL, self._shape.vocabulary, count)
@@ -103,3 +115,10 @@ def system_prompt(number: int, shape: Shape) -> Tokens:
     """What applications put in front of every conversation."""
     words: Any = np.random.default_rng((number, SYSTEM_TOKENS)).integers(SPECIAL, shape.vocabulary, SYSTEM_TOKENS)
     return np.asarray(words, np.int64)
+
+
+def common(one: Tokens, other: Tokens) -> int:
+    """How many tokens two sequences begin with alike."""
+    least = min(len(one), len(other))
+    differ = np.flatnonzero(one[:least] != other[:least])
+    return int(differ[0]) if len(differ) else least

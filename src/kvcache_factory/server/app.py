@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from importlib import resources
 from typing import Any
 
@@ -11,7 +11,6 @@ from prometheus_client.exposition import choose_encoder
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.middleware import Middleware
-from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -22,6 +21,7 @@ from ..manager import CacheManager
 from ..observe.metrics import registry_of_all
 from .actions import MAX_BODY, carry_out
 from .history import History
+from .hosts import LocalNames
 from .readiness import readiness
 from .token import matches
 
@@ -41,13 +41,11 @@ HEADERS = {
 }
 
 
-def make_app(
-    managers: Managers, history: History, token: Callable[[], str], hosts: Sequence[str] = ("*",)
-) -> Starlette:
+def make_app(managers: Managers, history: History, token: Callable[[], str], local_names: bool = False) -> Starlette:
     """An ASGI application over *managers* (by label).
 
-    *token* gives what actions must bring, empty where none are allowed; *hosts* are the names under which it may be
-    asked, so that a page of somebody else cannot make a browser ask it under another.
+    *token* gives what actions must bring, empty where none are allowed; with *local_names* it may be asked under names
+    of this machine's loopback interface only.
     """
     look = _Look(managers, history, token)
     pages = [Route(path, _file(*entry), methods=["GET"]) for path, entry in PAGES.items()]
@@ -61,7 +59,7 @@ def make_app(
             Route("/metrics", look.metrics, methods=["GET"]),
             Route("/metrics/", look.metrics, methods=["GET"]),
         ],
-        middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=list(hosts), www_redirect=False)],
+        middleware=[Middleware(LocalNames)] if local_names else [],
     )
 
 

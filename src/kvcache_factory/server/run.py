@@ -15,9 +15,9 @@ from ..observe.port import Serving
 from . import token
 from .app import make_app
 from .history import History
+from .hosts import is_local
 
 STOP_S = 5.0
-LOCAL = ("127.0.0.1", "localhost")
 
 
 def serve(host: str, number: int, managers: Callable[[], dict[str, Any]]) -> Serving:
@@ -34,7 +34,7 @@ def serve(host: str, number: int, managers: Callable[[], dict[str, Any]]) -> Ser
         history = History(managers)
         # Its log settings and its choice of an event loop would be the whole process's.
         config = uvicorn.Config(
-            make_app(managers, history, lambda: token.read(port), LOCAL if host in LOCAL else ("*",)),
+            make_app(managers, history, lambda: token.read(port), is_local(host)),
             log_config=None,
             access_log=False,
             lifespan="off",

@@ -21,6 +21,9 @@ from .settings import EVERY, SessionSettings, Size, is_name
 if TYPE_CHECKING:
     from ..engine.tier import Tier
 
+ENDED = 1024
+"""Destroyed sessions that are remembered, the latest ones, for the requests that were running meanwhile."""
+
 Holds = Callable[[Keys], npt.NDArray[np.bool_]]
 
 
@@ -53,6 +56,7 @@ class SessionBook:
         """No session is overdue before this time."""
         self._lock = threading.RLock()
         self._sessions: dict[str, Session] = {}
+        self._ended: dict[str, bool] = {}
         self._all = Group("total", settings.total_gb)
         self._labelled: dict[tuple[str, str], Group] = {}
 
@@ -85,6 +89,7 @@ class SessionBook:
             session = Session(session_id, options, self.clock)
             session.groups = (*self._groups_of(session.labels), self._all)
             self._sessions[session_id] = session
+            self._ended.pop(session_id, None)
             if session.ttl_s is not None:
                 self.next_due = min(self.next_due, session.used_at + session.ttl_s)
             return session
@@ -138,8 +143,11 @@ class SessionBook:
             session.data.clear()
             return self._let_go(session, session.held.keys)
 
-    def destroy(self, session_id: str, purge: bool = False) -> Keys:
-        """Remove a session; returns the keys that no other session references, none when there was no session."""
+    def destroy(self, session_id: str, purge: bool = False, *, expired: bool = False) -> Keys:
+        """Remove a session; returns the keys that no other session references, none when there was no session.
+
+        Unless it *expired*, nothing is stored for it any more.
+        """
         with self._lock:
             if session_id not in self._sessions:
                 return np.empty((0, 2), np.uint64)
@@ -147,7 +155,15 @@ class SessionBook:
             session = self._sessions[session_id]
             self._remove(session)
             session.purged = purge
+            if not expired:
+                self._ended[session_id] = purge
+            while len(self._ended) > ENDED:
+                del self._ended[next(iter(self._ended))]
             return keys
+
+    def ended(self, session_id: str) -> bool | None:
+        """Of a session that was destroyed and not made again, whether its bytes were overwritten; None of any other."""
+        return self._ended.get(session_id)
 
     def dismiss(self, session_id: str) -> bool:
         """Remove a session and leave its blocks to whoever else finds them; False when there is none."""
@@ -190,13 +206,13 @@ class SessionBook:
 
         At a quota, its own oldest ends of chains are let go first, then those of the longest idle session that shares
         the quota.  References to blocks that no tier *holds* any more are forgotten whenever their number may have
-        doubled, and at a quota.  *storing*: they are stored next, and :meth:`stored` follows.  *also* tells how many
-        may be referenced for other reasons.
+        doubled, and at a quota.  *storing*: they are stored next, and :meth:`stored` follows; nothing is for a
+        session that was destroyed.  *also* tells how many may be referenced for other reasons.
         """
         with self._lock:
             session = self._sessions.get(session_id)
-            if session is None:
-                return Charge(None, len(keys))
+            if session is None:  # what requests of a destroyed one still compute would be left by it for ever
+                return Charge(None, 0 if storing and session_id in self._ended else len(keys))
             session.touch()
             if len(session.held) > session.prune_at:  # before, for the new ones may not be stored yet
                 self._prune(session, holds)

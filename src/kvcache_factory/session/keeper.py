@@ -149,7 +149,7 @@ class Keeper:
             self._end_elsewhere(session_id, purge)
             return
         held = sum(self.measure(session).values())
-        alone = self.book.destroy(session_id, purge)
+        alone = self.book.destroy(session_id, purge, expired=reason == "expired")
         self.hold(session)
         gone = self._chain.drop_unshared(alone, "session_destroyed", wipe=purge)
         text = f"session {session_id!r} closed ({reason}): it held {held:,} bytes, {gone.nbytes:,} were freed"
@@ -200,7 +200,8 @@ class Keeper:
         if len(charge.freed):
             self._chain.drop_unshared(charge.freed, "quota")
         if storing and charge.blocks < len(keys):
-            self._chain.tiers[0].count(Event.NOT_STORED, len(keys) - charge.blocks, "quota")
+            reason = "quota" if charge.session is not None else "session_destroyed"
+            self._chain.tiers[0].count(Event.NOT_STORED, len(keys) - charge.blocks, reason)
         return charge
 
     def _settle(self) -> None:
@@ -223,10 +224,12 @@ class Keeper:
         elif session.pinned:
             self.hold(session)
 
-    def hold_again(self, session_id: str) -> None:
-        """As :meth:`hold`, for the session of this id, if there is one."""
-        session = self.book.find(session_id)
-        if session is not None:
+    def finished(self, session_id: str, keys: Keys) -> None:
+        """*keys*, for which slots were reserved, are stored: as :meth:`stored`, for the session of this id."""
+        purged, session = self.book.ended(session_id), self.book.find(session_id)
+        if purged is not None:
+            self._chain.drop_unshared(self.book.unheld(keys), "session_destroyed", wipe=purged)
+        elif session is not None:
             self.hold(session)
 
     def hold(self, session: Session) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from tiny_models import BLOCK, prompt, tiny_llama
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast, StoppingCriteriaList
 
 from kvcache_factory import CacheManager
 from kvcache_factory.integration.transformers import TransformersCacheAdapter
@@ -42,6 +42,29 @@ def test_generate_says_what_its_session_says(attach: Attach, manager: CacheManag
         model.generate(input_ids=prompt(50), max_new_tokens=3, do_sample=False)
     assert {hint.reuse for hint in heard} == {"tool_pending"}
     assert {hint.session for hint in heard} == {"agent"}
+
+
+def test_a_session_may_be_destroyed_while_its_model_answers(attach: Attach, manager: CacheManager) -> None:
+    """The answer is the one without a cache, and nothing of the request is stored; a new session begins anew."""
+    model = tiny_llama()
+    call = {"input_ids": prompt(3 * BLOCK), "max_new_tokens": BLOCK + 2, "do_sample": False}
+    plain = model.generate(**call)
+    adapter = attach(model)
+
+    def end(ids: torch.Tensor, scores: object, **_: object) -> bool:
+        if ids.shape[1] == 3 * BLOCK + 3:
+            assert manager.destroy_session("s", purge=True)
+        return False
+
+    for _ in range(2):
+        manager.create_session("s")
+        with manager.use_session("s"):
+            warm = model.generate(**call)
+            assert torch.equal(model.generate(**call, stopping_criteria=StoppingCriteriaList([end])), plain)
+        assert torch.equal(warm, plain)
+        manager.wait()
+        assert sum(tier["held_blocks"] for tier in manager.state()["tiers"]) == 0
+    assert adapter.status()["last_error"] == ""
 
 
 def test_a_chat_returns_unless_somebody_knows_better(

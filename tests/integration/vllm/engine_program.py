@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import threading
 import time
 from typing import Any
 
@@ -120,6 +121,40 @@ def answer_once(stage: Stage) -> dict[str, Any]:
     prompt = stage.ids("assert")
     answer = stage.ask([prompt])
     return {"answer": answer, "expected": stage.fresh([prompt])}
+
+
+def encoded_in_memory(stage: Stage) -> dict[str, Any]:
+    """A prompt that was asked before, after its blocks have shrunk where they are; who decodes them then."""
+    from kvcache_factory.engine.packed import PackedTier
+
+    decode, threads = PackedTier.decode, []
+
+    def watched(*args: Any) -> Any:
+        threads.append(threading.current_thread() is threading.main_thread())
+        return decode(*args)
+
+    prompt = stage.ids("assert")
+    expected = stage.ask([prompt])["ids"]
+    stage.forget()
+    stage.manager.wait(60)
+    PackedTier.decode = watched
+    try:
+        (before,) = stage.manager.state()["tiers"]
+        warm = stage.ask([prompt])
+        stage.forget()
+        stage.ask([prompt[:1]], tokens=1)  # the lease goes back with the step that follows
+        stage.manager.wait(60)
+        (after,) = stage.manager.state()["tiers"]
+    finally:
+        PackedTier.decode = decode
+    return {
+        "expected": expected,
+        "warm": warm,
+        "decoded": len(threads),
+        "by_the_engine": sum(threads),
+        "encoded": [tier["encoded_blocks"] for tier in (before, after)],
+        "held": [tier["held_bytes"] for tier in (before, after)],
+    }
 
 
 def next_turn(stage: Stage) -> dict[str, Any]:
@@ -387,7 +422,7 @@ SCENES = {
     for scene in (
         reuse, answer_once, wait_for_a_line, next_turn, shared_prefixes, salted, not_reading, prompt_logprobs, aborted,
         weights_changed, adapters, embeddings, events, load_fails, slot_changes_under_a_load, crowd, handed_over,
-        killed_while_writing, after_a_kill, figures, settle,
+        killed_while_writing, after_a_kill, encoded_in_memory, figures, settle,
     )
 }  # fmt: skip
 

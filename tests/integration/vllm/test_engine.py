@@ -32,6 +32,22 @@ def test_a_prompt_is_loaded_and_answered_as_if_it_were_computed(played: dict[str
     assert scene["expected"] == scene["warm"]["ids"] == scene["local"]["ids"]
 
 
+def test_blocks_that_are_encoded_in_memory_are_decoded_ahead(once: Once) -> None:
+    """Eleven blocks of 64 tokens, nine of them int8: decoded by background threads while a request waits for ten.
+
+    The copies go when the request has ended, and the engine's thread never decodes.
+    """
+    memory = {"backend": {"type": "cpu", "size_gb": 0.25}, "compression_policy": {"method": "int8"}}
+    connector = {"manager": memory, "load_decision": "always"}
+    scene = once("engine-int8", lambda: play("encoded_in_memory", "figures", connector=connector))
+    played, figures = scene["encoded_in_memory"], scene["figures"]
+    assert played["warm"]["cached"] == [640]
+    assert (played["decoded"], played["by_the_engine"]) == (9, 0)
+    assert played["encoded"] == [9, 9]
+    assert played["held"][0] == played["held"][1]
+    assert (figures["check"], figures["leases"]) == ([], 0)
+
+
 def test_the_next_turn_loads_what_was_generated(played: dict[str, Any]) -> None:
     """300 tokens of prompt and 100 of answer are known, and six blocks of 64 of them are loaded."""
     scene = played["next_turn"]

@@ -50,10 +50,11 @@ class FirstToken:
         if self._handle is not None:
             self._handle.remove()
 
-    def _ran(self, _: object, args: tuple[Any, ...], kwargs: dict[str, Any], output: object) -> None:
+    def _ran(self, _: object, args: tuple[Any, ...], *rest: Any) -> None:
+        # To a pass of another thread torch may give no keywords: it looks up who wants them while this one leaves.
         if self._space is None or threading.get_ident() != self._thread:
             return
-        ids = kwargs.get("input_ids")
+        ids = rest[0].get("input_ids")
         if isinstance(ids, torch.Tensor) and ids.is_cuda:
             torch.cuda.synchronize(ids.device)  # the pass has only been launched
         now = time.perf_counter()

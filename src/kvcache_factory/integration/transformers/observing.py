@@ -103,13 +103,15 @@ class Observer:
     def after(self, layer: int, mass: torch.Tensor | None) -> None:
         """*layer* has run; *mass* is the attention that the last queries gave to the layer's keys."""
 
-    def _ours(self, kwargs: dict[str, Any]) -> bool:
-        return any(value is self.cache for value in kwargs.values())
+    def _ours(self, kwargs: Any) -> bool:
+        return isinstance(kwargs, dict) and any(value is self.cache for value in kwargs.values())
 
-    def _before(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    # To a pass of another thread torch may give no keywords: it looks up who wants them while this one leaves.
+
+    def _before(self, module: Any, args: tuple[Any, ...], kwargs: Any = None) -> Any:
         return (args, self.before(module.layer_idx, kwargs)) if self._ours(kwargs) else None
 
-    def _after(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    def _after(self, module: Any, args: tuple[Any, ...], kwargs: Any, output: Any = None) -> None:
         if self._ours(kwargs):
             with torch.no_grad():
                 self.after(module.layer_idx, self._mass(module, args, kwargs) if self.queries else None)

@@ -52,9 +52,10 @@ class TrackedRequest:
 
     @property
     def ready_blocks(self) -> int:
-        """Leading blocks of the match that are in the first tier."""
+        """Leading blocks of the match that are in the first tier, as they are: what is encoded there is deeper."""
         segments = self.match.segments if self.match is not None else ()
-        return len(segments[0].rows) if segments and segments[0].tier == 0 else 0
+        held = len(segments[0].rows) if segments and segments[0].tier == 0 else 0
+        return min(held, self.space.ready_in_memory(self.chain)) if held else 0
 
     @property
     def fetched_blocks(self) -> int:

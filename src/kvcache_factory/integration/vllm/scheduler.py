@@ -134,7 +134,7 @@ class SchedulerSide:
         # What a remote level has is known to nobody before it was asked, which is done once.
         wanted = tracked.chain.num_blocks if tracked.looked_at < 0 and tracked.space.asks_remotely else known
         tracked.looked_at = known
-        tracked.held_before = tracked.space.held_in_memory(tracked.chain)
+        tracked.held_before = tracked.space.ready_in_memory(tracked.chain)
         deeper = (wanted - tracked.held_before) * tracked.space.block_tokens
         if deeper <= 0:
             return
@@ -178,7 +178,7 @@ class SchedulerSide:
         """Nothing is awaited any more; learn from how long it took."""
         ticket, tracked.prefetch = tracked.prefetch, None
         if ticket is not None:
-            held = tracked.space.held_in_memory(tracked.chain)
+            held = tracked.space.ready_in_memory(tracked.chain)
             brought = (held - tracked.held_before) * tracked.space.block_tokens
             seconds = time.monotonic() - tracked.prefetched_since if ticket.done else 0.0
             self.decision.ended(tracked.awaited_tokens, brought, seconds)
