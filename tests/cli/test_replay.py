@@ -61,6 +61,18 @@ def test_replay_takes_several_traces_and_options(trace: Path, tmp_path: Path) ->
     assert rows("replay", trace, "--semantics", "flat", "--no-optimum")[0]["optimum"] is None
 
 
+def test_replay_says_that_it_encodes_nothing(trace: Path) -> None:
+    """Once for each policy that would, on standard error, and in the help; what it counts is that of eviction."""
+    policies = 'lru,lru:action=compress,hybrid:policies=["lru","fifo"]:action=compress'
+    result = call("replay", trace, "--policy", policies, "--capacity", "10%", "--json")
+    assert result.exit_code == 0, result.output
+    said = [line for line in result.stderr.splitlines() if "only evicts" in line]
+    assert [line.split(":")[0] for line in said] == ["lru", "hybrid"]
+    plain, encoding, _ = json.loads(result.stdout)["rows"]
+    assert plain["usable_hit"] == encoding["usable_hit"]
+    assert "action=compress" in call("replay", "--help").stdout
+
+
 def test_tables_are_for_people(trace: Path) -> None:
     """Without --json there is a table."""
     result = call("replay", trace)

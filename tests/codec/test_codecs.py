@@ -17,7 +17,8 @@ from kvcache_factory.block.spec import BlockSpec, KVDtype, Layout
 from kvcache_factory.codec import calibration, rans
 from kvcache_factory.codec.base import BOUND_EXCEEDED, DOES_NOT_PAY, NOT_FINITE, BlockCodec, Encoded
 from kvcache_factory.codec.coder import Coder
-from kvcache_factory.codec.lossy import measured_error
+from kvcache_factory.codec.int4g import Int4g
+from kvcache_factory.codec.lossy import measured_error, own_params
 from kvcache_factory.codec.names import codec_names, make_codec, parse_codec, register_codec
 from kvcache_factory.codec.values import narrow, rounded, widen
 from kvcache_factory.errors import ConfigError, FormatError
@@ -355,6 +356,33 @@ def test_blocks_that_a_codec_cannot_have_are_refused() -> None:
         make_codec("int4g").open(make_spec(tokens=16))
     with pytest.raises(ConfigError, match="small already"):
         make_codec("int8").open(make_spec(KVDtype.FP8_E4M3))
+
+
+@pytest.mark.parametrize(
+    ("group", "tokens", "dim", "allowed"),
+    [(64, 64, 32, "2, 4, 8, 16, 32"), (48, 64, 32, "2, 4, 8, 16, 32"), (3, 96, 36, "2, 4, 6, 12")],
+)
+def test_a_group_that_does_not_divide_is_refused_with_those_that_do(
+    group: int, tokens: int, dim: int, allowed: str
+) -> None:
+    """It used to be made smaller without a word."""
+    with pytest.raises(ConfigError, match=rf"group={group} must .* use one of {allowed}$"):
+        make_codec("int4g", group=group).open(make_spec(tokens=tokens, dim=dim))
+
+
+@pytest.mark.parametrize(("tokens", "dim"), [(64, 80), (96, 24)])
+def test_without_a_group_int4g_fits_itself_to_the_model(tokens: int, dim: int) -> None:
+    """Heads of 80 channels have groups of 16; and what was written so before groups were refused is read still."""
+    spec = make_spec(tokens=tokens, dim=dim)
+    codec, payload = make_codec("int4g"), make_payload(spec)
+    codec.open(spec)
+    made = encode(codec, payload)
+    reader = Int4g.that_reads(own_params(made.params))
+    reader.open(spec)
+    back = np.empty_like(payload)
+    assert reader.decode(made.data, made.params, Layout.LCHND, back) is None
+    before, after = widen(payload, spec, Layout.LCHND), widen(back, spec, Layout.LCHND)
+    assert 0 < np.abs(before - after).max() < 0.08 * np.abs(before).max()
 
 
 def test_codecs_are_described_by_their_options(table: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 from click.testing import CliRunner
@@ -11,12 +12,25 @@ from tests.demo.small import small_model
 
 from kvcache_factory.cli import main
 from kvcache_factory.codec.values import from_bf16
+from kvcache_factory.errors import ConfigError
 from kvcache_factory.integration.transformers import SnapKV
 from kvcache_factory.quality import reuse, run
+from kvcache_factory.quality.methods import parse_method
+from kvcache_factory.quality.placed import Demotion, ranks
 from kvcache_factory.quality.pruned import prune
-from kvcache_factory.quality.reader import PrunedKV, Reader
+from kvcache_factory.quality.reader import KV, PrunedKV, Reader
 from kvcache_factory.quality.reuse import ReusePlan, run_reuse
-from kvcache_factory.quality.run import METHODS, PRUNING_METHODS, Plan, run_quality
+from kvcache_factory.quality.run import METHODS, PLACING_METHODS, PRUNING_METHODS, Plan, run_quality
+
+LONG = Plan(windows=2, tokens=512, forward=16, greedy=4, depths=(0.5,))
+
+
+class Named(NamedTuple):
+    """A prefix."""
+
+    ids: list[int]
+    kv: KV
+
 
 PLAN = Plan(windows=1, tokens=256, forward=16, greedy=4, depths=(0.5,))
 
@@ -45,6 +59,38 @@ def test_keeping_everything_costs_nothing() -> None:
     for row in run_quality([f"{name}:keep=1.0" for name in PRUNING_METHODS], plan=PLAN):
         assert row["ratio"] == 1
         assert row["kl"] == pytest.approx(0, abs=1e-6)
+
+
+def test_blocks_that_are_demoted_come_back_and_dropped_ones_do_not() -> None:
+    """Half of memory either way: what went to the disk costs nothing of quality, what was dropped does."""
+    raw, dropped, demoted = run_quality(["raw", *PLACING_METHODS], plan=LONG, ratio=2.0)
+    assert (dropped["parameters"], demoted["parameters"]) == ("keep=0.5", "keep=0.5")
+    assert dropped["ratio"] == pytest.approx(2.0, rel=0.01)
+    assert demoted["ratio"] > 1.3  # of the windows; the needles' blocks are in the same memory
+    for key in ("kl", "recall_kl", "recall_ppl", "top1", "needle", "greedy_tokens"):
+        assert demoted[key] == raw[key]
+    assert dropped["recall_kl"] > raw["recall_kl"]
+    assert dropped["decode_gbps"] is None
+    assert demoted["decode_gbps"] > 0
+
+
+def test_the_least_looked_at_leaves_memory_first() -> None:
+    """Across prefixes: memory keeps more of the one whose end its last queries looked at."""
+    model, tokenizer = small_model()
+    reader = Reader(model, 64)
+    texts = ("To be, or not to be, that is the question. " * 8, "9" * 400)
+    prefixes = [Named(ids := tokenizer(text)["input_ids"][:320], reader.read(ids)) for text in texts]
+    last = [float(ranks(reader, prefix)[-1]) for prefix in prefixes]
+    assert last[0] != last[1]
+    with Demotion(reader, prefixes, 0.9) as demotion:
+        sizes = [demotion.load(prefix).bytes_after for prefix in prefixes]
+    assert sizes.index(min(sizes)) == last.index(min(last))
+
+
+@pytest.mark.parametrize("text", ["drop_blocks:keep=0", "demote_blocks:keep=many", "drop_blocks:window=3"])
+def test_what_placing_takes(text: str) -> None:
+    with pytest.raises(ConfigError, match="keep="):
+        parse_method(text)
 
 
 def test_what_is_kept_is_what_was_read() -> None:

@@ -80,6 +80,22 @@ def test_the_command_prints_rows_and_draws(monkeypatch: pytest.MonkeyPatch, tmp_
     assert picture.stat().st_size > 1000
 
 
+def test_a_method_without_a_knob_says_that_it_was_not_turned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """And a text of one's own is read."""
+    monkeypatch.setattr(run, "QUICK", PLAN)
+    text = tmp_path / "own.txt"
+    text.write_text("The keeper of the lighthouse is called Ada. " * 40)
+    asked = ["quality", "--quick", "--method", "int8", "--method", "l2norm", "--ratio", "3", "--text", str(text)]
+    done = CliRunner().invoke(main, asked)
+    assert done.exit_code == 0, done.output
+    assert "int8: the ratio is 1." in done.stderr
+    assert "l2norm" not in done.stderr
+    text.write_bytes(b"\xff\xfe\xfa")
+    assert "--text" in CliRunner().invoke(main, asked).output
+    text.write_text("short")
+    assert "tokens" in CliRunner().invoke(main, asked).output
+
+
 def test_calibrate_writes_a_table(tmp_path: Path) -> None:
     arguments = ["calibrate", "--windows", "1", "--tokens", "256", "--out", str(tmp_path / "tables"), "--json"]
     done = CliRunner().invoke(main, arguments)
@@ -98,6 +114,21 @@ def test_what_cannot_work_is_said_before_anything_takes_long(method: str, monkey
     done = CliRunner().invoke(main, ["quality", "--method", method])
     assert done.exit_code == 2
     assert "codec" in done.output
+
+
+def test_what_the_model_cannot_have_is_said_before_its_text_is_read(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A group that does not divide, and a table that is none."""
+    monkeypatch.setattr(run, "_read", lambda *_: pytest.fail("the text was read"))
+    done = CliRunner().invoke(main, ["quality", "--method", "int4g:group=48"])
+    assert done.exit_code == 2
+    assert "use one of 2, 4, 8" in done.output
+    table = tmp_path / "table.kvcal"
+    table.write_bytes(b"half of one")
+    done = CliRunner().invoke(main, ["quality", "--method", "pca", "--table", str(table)])
+    assert done.exit_code != 0
+    assert "table.kvcal" in done.output
 
 
 def test_a_text_that_is_too_short_is_refused(tmp_path: Path) -> None:

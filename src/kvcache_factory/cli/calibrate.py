@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from .output import emit, json_option, progress_bar
+from .text import read_text, text_option
 
 
 @click.command(epilog="Example: kvcache-factory calibrate --model ./my-model --text corpus.txt")
@@ -16,12 +17,7 @@ from .output import emit, json_option, progress_bar
     metavar="DIR",
     help="Directory of a model; by default the demo's.",
 )
-@click.option(
-    "--text",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    metavar="FILE",
-    help="UTF-8 text like what the model will read; by default half of Python's language reference.",
-)
+@text_option("half of Python's language reference")
 @click.option("--windows", type=click.IntRange(min=1), default=6, show_default=True, help="Windows that are read.")
 @click.option("--tokens", type=click.IntRange(min=64), default=2048, show_default=True, help="Tokens of each.")
 @click.option(
@@ -49,10 +45,7 @@ def calibrate(
     from ..quality.calibrate import make_table
     from ..quality.run import load_reader
 
-    try:
-        content = text.read_text(encoding="utf-8") if text is not None else None
-    except (OSError, UnicodeDecodeError) as error:
-        raise click.UsageError(f"--text {text}: {error}") from error
+    content = read_text(text)
     with progress_bar("calibrate") as progress:
         reader, tokenizer = load_reader(model, progress)
         out = out or tables_directory()

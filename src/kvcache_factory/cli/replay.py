@@ -66,6 +66,8 @@ def replay(traces: tuple[Path, ...], as_json: bool, plot: Path | None, **options
 
     A usable hit is a block of the longest stored prefix of its request.  Formats, told by their fields: Mooncake,
     Qwen-Bailian, sessions of coding agents, and what CacheManager(record="trace.jsonl") wrote; plain or gzip.
+
+    Policies with action=compress only evict here: how small blocks would become, no trace says.
     """
     from ..jit import warm_up
     from ..simulate.plot import draw, require_matplotlib
@@ -96,11 +98,15 @@ def _read(path: Path, progress: Progress, options: dict[str, Any]) -> Any:
 def _study(options: dict[str, Any]) -> Any:
     """Everything that can be wrong with the options, before a long trace is read; returns a study for a workload."""
     from ..errors import ConfigError
+    from ..policy.placement import compresses
     from ..simulate.models import find_model
     from ..simulate.replay import Service, Settings
     from ..simulate.study import Capacity, Study, parse_list, parse_policy, parse_tiers
 
     policies = [(name, parse_policy(name)) for name in parse_list(options["policy"])]
+    for name, policy in policies:
+        if compresses(policy, "gpu") or compresses(policy, "cpu"):
+            click.echo(f"{name}: a replay only evicts; how small blocks would become, no trace says", err=True)
     sizes = [parse_tiers(text) for text in options["tiers"]]
     sizes = sizes or [[("cache", Capacity.parse(text))] for text in parse_list(",".join(options["capacity"]))]
     model = find_model(options["model"]) if options["model"] else None

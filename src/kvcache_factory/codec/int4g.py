@@ -22,6 +22,7 @@ from .values import Floats, from_bf16, to_bf16
 
 MIN_TOKENS = 64
 _LEVELS = 15
+_GROUP = 32
 _OWN = struct.Struct("<H")  # elements of a group at most
 
 
@@ -34,21 +35,23 @@ class Int4g(LossyCodec):
     Parameters
     ----------
     group:
-        Elements of a group at most: tokens for keys, channels for values.
+        Elements of a group: tokens for keys, channels for values.  It must divide both, and is refused at
+        :meth:`open` where it does not.  None: 32, or the largest power of two below that divides, for each.
     """
 
     name = "int4g"
     largest_ratio = 4.0
     default_max_rel_error = 0.08
 
-    def __init__(self, *, group: int = 32, max_rel_error: float | None = None) -> None:
+    def __init__(self, *, group: int | None = None, max_rel_error: float | None = None) -> None:
         super().__init__(max_rel_error=max_rel_error)
-        if isinstance(group, bool) or not isinstance(group, int) or not 2 <= group <= 1024:
+        if group is not None and (isinstance(group, bool) or not isinstance(group, int) or not 2 <= group <= 1024):
             raise ConfigError(f"codec int4g: group={group!r} must be a whole number from 2 to 1024")
-        self.group = group
+        self.group = _GROUP if group is None else group
+        self._wanted = group
 
     def options(self) -> dict[str, Any]:
-        return {**super().options(), **({} if self.group == 32 else {"group": self.group})}
+        return {**super().options(), **({} if self._wanted is None else {"group": self._wanted})}
 
     def open(self, spec: BlockSpec) -> None:
         super().open(spec)
@@ -58,6 +61,13 @@ class Int4g(LossyCodec):
                 "groups would cost more than they save; use larger blocks, or 'int8'"
             )
         self._groups = (math.gcd(spec.block_tokens, self.group), math.gcd(spec.head_dim, self.group))
+        if self._wanted is not None and (self._groups != (self.group, self.group) or self.group % 2):
+            both = math.gcd(spec.block_tokens, spec.head_dim)
+            allowed = ", ".join(str(n) for n in range(2, min(both, 1024) + 1, 2) if both % n == 0) or "none"
+            raise ConfigError(
+                f"codec int4g: group={self.group} must be even and divide blocks of {spec.block_tokens} tokens and "
+                f"heads of {spec.head_dim} channels; use one of {allowed}"
+            )
         half = spec.num_layers * spec.num_kv_heads * spec.block_tokens * spec.head_dim
         self._halves = [(half // g, half // 2) for g in self._groups]
         if half % 2 or min(self._groups) < 2:
@@ -102,8 +112,13 @@ class Int4g(LossyCodec):
 
     @classmethod
     def that_reads(cls, own: bytes) -> Int4g:
-        """An unopened codec that reads what one with these parameters of its own has written."""
-        return cls(group=_OWN.unpack_from(own)[0])
+        """An unopened codec that reads what one with these parameters of its own has written.
+
+        Their group is the largest, which need not divide: a writer that chose it itself has made it smaller.
+        """
+        made = cls(group=_OWN.unpack_from(own)[0])
+        made._wanted = None
+        return made
 
 
 def _pack_numpy(groups: Any, sides: Any, codes: Any) -> None:

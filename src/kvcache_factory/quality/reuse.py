@@ -24,6 +24,8 @@ from .run import load_reader
 from .texts import chapters, windows
 
 INSERTED = "\n\nPlease note that this section was checked last week.\n\n"
+ROUNDS = 2
+"""Of the whole prompt and all ways in turns, so that what else the machine does touches all of them alike."""
 Row = dict[str, Any]
 
 
@@ -38,10 +40,10 @@ class ReusePlan(msgspec.Struct, frozen=True):
     document_tokens: int = 320
     forward: int = 128
     margins: tuple[int, ...] = (0, 4, 16)
-    shares: tuple[float, ...] = (0.0, 0.05, 0.15, 0.3)
+    shares: tuple[float, ...] = (0.0, 0.05, 0.1, 0.2, 0.4)
 
 
-QUICK = ReusePlan(repeats=1, margins=(0,), shares=(0.0, 0.15))
+QUICK = ReusePlan(repeats=1, margins=(0,), shares=(0.0, 0.2))
 
 
 class _Case(msgspec.Struct, frozen=True):
@@ -53,24 +55,27 @@ class _Case(msgspec.Struct, frozen=True):
     again: list[int]
 
 
-class _Truth(msgspec.Struct, frozen=True):
-    onward: Any
-    again: Any
-    seconds: float
-
-
 def run_reuse(
-    *, quick: bool = False, model: Path | None = None, plan: ReusePlan | None = None, progress: Progress = silent
+    *,
+    quick: bool = False,
+    model: Path | None = None,
+    text: str | None = None,
+    plan: ReusePlan | None = None,
+    progress: Progress = silent,
 ) -> list[Row]:
-    """A row for each case and way; means over the repeats.  Raises ConfigError and MissingDependencyError."""
+    """A row for each case and way; means over the repeats, times the best of :data:`ROUNDS`.
+
+    *text* is read instead of the language reference.  Raises ConfigError and MissingDependencyError.
+    """
     plan = plan or (QUICK if quick else ReusePlan())
     reader, tokenizer = load_reader(model, progress)
+    text = text or chapters(0)
     edits: list[dict[str, Any]] = [{"margin": margin} for margin in plan.margins]
     documents: list[dict[str, Any]] = [{"margin": 0, "recompute": share} for share in plan.shares]
     rows: list[Row] = []
     for name, cases, ways in (
-        ("edit", _edits(tokenizer, plan), edits),
-        ("documents", _documents(tokenizer, plan), documents),
+        ("edit", _edits(tokenizer, text, plan), edits),
+        ("documents", _documents(tokenizer, text, plan), documents),
     ):
         found: list[list[Row]] = [[] for _ in ways]
         for number, case in enumerate(cases):
@@ -82,23 +87,23 @@ def run_reuse(
     return rows
 
 
-def _edits(tokenizer: Any, plan: ReusePlan) -> list[_Case]:
+def _edits(tokenizer: Any, text: str, plan: ReusePlan) -> list[_Case]:
     """Texts with a sentence put in."""
     new = tokenizer(INSERTED, add_special_tokens=False)["input_ids"]
     new = (new * plan.inserted)[: plan.inserted]
     cases = []
-    for ids in windows(tokenizer, chapters(0), plan.repeats, plan.edit_tokens + plan.forward):
+    for ids in windows(tokenizer, text, plan.repeats, plan.edit_tokens + plan.forward):
         old, onward = ids[: plan.edit_tokens], ids[plan.edit_tokens :]
         prompt = [*old[: plan.edit_at], *new, *old[plan.edit_at :]]
         cases.append(_Case([old], prompt, onward, old[plan.edit_at :][: plan.forward]))
     return cases
 
 
-def _documents(tokenizer: Any, plan: ReusePlan) -> list[_Case]:
+def _documents(tokenizer: Any, text: str, plan: ReusePlan) -> list[_Case]:
     """Documents from different places, each read alone behind the same first token, and then all in one prompt."""
     first = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
     size, count = plan.document_tokens, plan.documents
-    texts = windows(tokenizer, chapters(0), plan.repeats * count, size + plan.forward)
+    texts = windows(tokenizer, text, plan.repeats * count, size + plan.forward)
     cases = []
     for number in range(plan.repeats):
         group = texts[number :: plan.repeats]
@@ -111,21 +116,26 @@ def _documents(tokenizer: Any, plan: ReusePlan) -> list[_Case]:
 
 def _serve(model: Any, case: _Case, ways: Sequence[dict[str, Any]]) -> list[Row]:
     """Read the sources, then the prompt in every way; what is reused is never stored, so that each starts alike."""
-    truth = _truth(model, case)
-    rows = []
+    rows: list[Row] = []
+    best = [float("inf")] * len(ways)
     with CacheManager(backend=CPUBackend(size_gb=1)) as manager:
         adapter = TransformersCacheAdapter.attach(model, manager, model_id="measured")
         try:
             for source in case.sources:
                 _generate(adapter, source)
-            for way in ways:
-                begun = time.process_time()
-                cache, report = _generate(adapter, case.prompt, reuse=Reuse(sources=case.sources, **way))
-                seconds = time.process_time() - begun
-                rows.append(_compare(model, case, cache, report, seconds, truth))
+            whole, full = _read(model, case.prompt)
+            truth = [_log(model, whole, ids) for ids in (case.onward, case.again)]
+            for number in range(ROUNDS):
+                full = min(full, _read(model, case.prompt)[1]) if number else full
+                for at, way in enumerate(ways):
+                    begun = time.process_time()
+                    cache, report = _generate(adapter, case.prompt, reuse=Reuse(sources=case.sources, **way))
+                    best[at] = min(best[at], time.process_time() - begun)
+                    if not number:
+                        rows.append(_compare(model, case, cache, report, truth))
         finally:
             adapter.detach()
-    return rows
+    return [{**row, "seconds": seconds, "full_seconds": full} for row, seconds in zip(rows, best, strict=True)]
 
 
 def _generate(adapter: TransformersCacheAdapter, ids: list[int], **options: Any) -> tuple[Any, dict[str, Any]]:
@@ -142,13 +152,13 @@ def _generate(adapter: TransformersCacheAdapter, ids: list[int], **options: Any)
     return cache if cache is not None else made.output["past_key_values"], made.report
 
 
-def _truth(model: Any, case: _Case) -> _Truth:
+def _read(model: Any, ids: list[int]) -> tuple[Any, float]:
+    """The cache behind *ids*, read without reuse, and the CPU seconds of that."""
     begun = time.process_time()
     with torch.inference_mode():
         name = cache_argument(model)
-        cache = model(input_ids=torch.tensor([case.prompt]), use_cache=True, logits_to_keep=1)[name]
-    seconds = time.process_time() - begun
-    return _Truth(_log(model, cache, case.onward), _log(model, cache, case.again), seconds)
+        cache = model(input_ids=torch.tensor([ids]), use_cache=True, logits_to_keep=1)[name]
+    return cache, time.process_time() - begun
 
 
 def _log(model: Any, cache: Any, ids: list[int]) -> Any:
@@ -161,20 +171,19 @@ def _log(model: Any, cache: Any, ids: list[int]) -> Any:
     return logits.float().log_softmax(-1)
 
 
-def _compare(model: Any, case: _Case, cache: Any, report: dict[str, Any], seconds: float, truth: _Truth) -> Row:
+def _compare(model: Any, case: _Case, cache: Any, report: dict[str, Any], truth: list[Any]) -> Row:
     onward, again = (_log(model, cache, ids) for ids in (case.onward, case.again))
+    true_onward, true_again = truth
     return {
         "recomputed": report["recomputed_tokens"] / len(case.prompt),
-        "kl": _divergence(truth.onward, onward),
-        "top1": float((truth.onward.argmax(-1) == onward.argmax(-1)).float().mean()),
+        "kl": _divergence(true_onward, onward),
+        "top1": float((true_onward.argmax(-1) == onward.argmax(-1)).float().mean()),
         "nll": _surprise(onward, case.onward),
-        "full_nll": _surprise(truth.onward, case.onward),
-        "recall_kl": _divergence(truth.again, again),
+        "full_nll": _surprise(true_onward, case.onward),
+        "recall_kl": _divergence(true_again, again),
         "recall_nll": _surprise(again, case.again),
-        "full_recall_nll": _surprise(truth.again, case.again),
+        "full_recall_nll": _surprise(true_again, case.again),
         "drift": report.get("drift") or float("nan"),
-        "seconds": seconds,
-        "full_seconds": truth.seconds,
     }
 
 

@@ -20,13 +20,15 @@ from ..integration.transformers.pruning import PruningMethod
 from ..jit import is_warm, want_late, warm_up
 from .blocks import EXACT_BLOCKS, Coded, speed, through
 from .calibrate import find_or_make
-from .methods import parse_method, turned
+from .methods import parse_method, placed, turned
+from .placed import DEMOTE, DROP, Demotion, Placing, drop
 from .pruned import prune
 from .reader import KV, Reader
 from .texts import ANSWER, QUESTION, chapters, windows, with_needle
 
 METHODS = ("raw", "bf16x", "int8", "fp8", "int4g", "rot4", "pca:step=0.25", "pca:step=0.5", "low_rank:rank=0.25")
 PRUNING_METHODS = ("streaming", "h2o", "snapkv", "pyramidkv", "l2norm", "keydiff")
+PLACING_METHODS = (DROP, DEMOTE)
 QUICK_METHODS = ("raw", "bf16x", "int8", "fp8", "int4g", "rot4")
 _DEPTHS = (0.1, 0.3, 0.5, 0.7, 0.9)
 
@@ -74,30 +76,46 @@ def run_quality(
     quick: bool = False,
     model: Path | None = None,
     table: Path | None = None,
+    text: str | None = None,
     plan: Plan | None = None,
     progress: Progress = silent,
 ) -> list[Row]:
     """A row for each method (``name`` or ``name:parameter=value,…``); all of them, or those that are quick, by default.
 
     *ratio* has methods with a knob turned to it.  *table* is the calibration of methods that need one; by default that
-    of the demo's model, which is made when it is not there.  Raises ConfigError and MissingDependencyError.
+    of the demo's model, which is made when it is not there.  *text* is read instead of the language reference.  Raises
+    ConfigError and MissingDependencyError.
     """
     plan = plan or (QUICK if quick else Plan())
-    parsed = {text: parse_method(text) for text in methods or (QUICK_METHODS if quick else METHODS + PRUNING_METHODS)}
+    names = methods or (QUICK_METHODS if quick else METHODS + PRUNING_METHODS + PLACING_METHODS)
+    parsed = {name: parse_method(name) for name in names}
     reader, tokenizer = load_reader(model, progress)
+    for method in parsed.values():
+        if isinstance(method, BlockCodec):
+            _open(method, reader, table)
     want_late()
     warm_up()
-    kvs, needles = _read(reader, tokenizer, plan, progress)
+    kvs, needles = _read(reader, tokenizer, text or chapters(0), plan, progress)
     rows = []
-    for done, (text, method) in enumerate(parsed.items()):
-        progress(done, len(parsed), text)
+    for done, (name, method) in enumerate(parsed.items()):
+        progress(done, len(parsed), name)
         if isinstance(method, BlockCodec):
-            ready = _ready(method, reader, tokenizer, ratio, table, kvs[0].kv, progress)
-            rows.append(_measure_codec(text.partition(":")[0], ready, reader, kvs, needles, plan))
+            ready = _ready(method, reader, tokenizer, ratio, kvs[0].kv, progress)
+            rows.append(_measure_codec(name.partition(":")[0], ready, reader, kvs, needles, plan))
+        elif isinstance(method, Placing):
+            rows.append(_measure_placing(placed(method, ratio), reader, kvs, needles, plan))
         else:
             rows.append(_measure_pruning(turned(method, ratio), reader, kvs, needles, plan))
     progress(1, 1, "done")
     return rows
+
+
+def _open(codec: BlockCodec, reader: Reader, table: Path | None) -> None:
+    """What a model's blocks cannot have is said before the text is read; a calibration may have to be made later."""
+    if isinstance(codec, SpectralCodec):
+        codec.table = codec.table or (str(table) if table is not None else None)
+    if not isinstance(codec, SpectralCodec) or codec.table is not None:
+        codec.open(reader.spec)
 
 
 def load_reader(model: Path | None, progress: Progress) -> tuple[Reader, Any]:
@@ -121,11 +139,13 @@ def load_directory(path: Path) -> tuple[Any, Any]:
         raise ConfigError(f"--model {path}: no model can be loaded from there: {error}") from error
 
 
-def _read(reader: Reader, tokenizer: Any, plan: Plan, progress: Progress) -> tuple[list[Window], list[Needle]]:
+def _read(
+    reader: Reader, tokenizer: Any, text: str, plan: Plan, progress: Progress
+) -> tuple[list[Window], list[Needle]]:
     """Prefill everything once."""
     jobs = plan.windows + len(plan.depths)
     found, needles = [], []
-    for number, ids in enumerate(windows(tokenizer, chapters(0), plan.windows, plan.tokens + plan.forward)):
+    for number, ids in enumerate(windows(tokenizer, text, plan.windows, plan.tokens + plan.forward)):
         progress(number, jobs, "reading the text")
         prefix, onward = ids[: plan.tokens], ids[plan.tokens :]
         again = prefix[plan.tokens * 3 // 10 :][: plan.forward]
@@ -135,7 +155,7 @@ def _read(reader: Reader, tokenizer: Any, plan: Plan, progress: Progress) -> tup
         found.append(Window(prefix, kv, onward, again, log, again_log, greedy))
     question = tokenizer(QUESTION, add_special_tokens=False)["input_ids"]
     answer = tokenizer(ANSWER, add_special_tokens=False)["input_ids"]
-    hay = windows(tokenizer, chapters(0), len(plan.depths), plan.tokens // 2) if plan.depths else []
+    hay = windows(tokenizer, text, len(plan.depths), plan.tokens // 2) if plan.depths else []
     for number, (depth, ids) in enumerate(zip(plan.depths, hay, strict=True)):
         progress(plan.windows + number, jobs, "hiding needles")
         hidden = with_needle(tokenizer, ids, depth)
@@ -148,14 +168,13 @@ def _ready(
     reader: Reader,
     tokenizer: Any,
     ratio: float | None,
-    table: Path | None,
     kv: KV,
     progress: Progress,
 ) -> BlockCodec:
     """The codec, open, with its calibration, and turned to *ratio* where it has a knob."""
     if isinstance(codec, SpectralCodec) and codec.table is None:
-        codec.table = str(table or find_or_make(reader, tokenizer, progress))
-    codec.open(reader.spec)
+        codec.table = str(find_or_make(reader, tokenizer, progress))
+        codec.open(reader.spec)
     if ratio is None:
         return codec
     if isinstance(codec, LowRank):
@@ -205,6 +224,18 @@ def _measure_pruning(
     others = [part for part in str(method).partition(":")[2].split(",") if part and not part.startswith("keep=")]
     parameters = [f"keep={method.keep:.4g}", *others]
     return _measure(method.name, ",".join(parameters), apply, reader, kvs, needles, plan)
+
+
+def _measure_placing(method: Placing, reader: Reader, kvs: list[Window], needles: list[Needle], plan: Plan) -> Row:
+    """Where blocks are demoted, the ratio is that of the bytes in memory, and decoding is loading all of them."""
+    parameters, speed = f"keep={method.keep:.4g}", None
+    if method.name == DROP:
+        found = _measure(method.name, parameters, lambda p: drop(reader, p, method.keep), reader, kvs, needles, plan)
+    else:
+        with Demotion(reader, [*kvs, *needles], method.keep) as demotion:
+            found = _measure(method.name, parameters, demotion.load, reader, kvs, needles, plan)
+            speed = demotion.gbps
+    return {**found, "decode_gbps": speed}
 
 
 def _measure(

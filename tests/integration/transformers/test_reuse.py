@@ -18,7 +18,7 @@ from kvcache_factory.errors import ConfigError, UnsupportedGenerationError
 from kvcache_factory.integration.transformers import Reuse, TransformersCacheAdapter
 from kvcache_factory.integration.transformers.calls import NotServed
 from kvcache_factory.integration.transformers.layout import cache_argument
-from kvcache_factory.integration.transformers.recompute import first_layers, recompute, relative_error
+from kvcache_factory.integration.transformers.recompute import judge, recompute, relative_error
 from kvcache_factory.integration.transformers.rotation import Rotation
 from kvcache_factory.integration.transformers.runs import find_runs
 
@@ -133,24 +133,41 @@ def test_computing_all_rows_is_computing_the_sequence(attention: str, monkeypatc
     keys, values = ([torch.randn_like(getattr(x, name)) for x in whole] for name in ("keys", "values"))
     reused = torch.zeros(40, dtype=torch.bool)
     reused[5:9] = True
-    before = torch.cat((keys[1], values[1]), -1)[:, :, 5:9].clone()
+    before = [x[1][:, :, 5:9].clone() for x in (keys, values)]
     drift = recompute(model, ids[0], torch.arange(40), keys, values, reused)
     for found_k, found_v, layer in zip(keys, values, whole, strict=True):
         torch.testing.assert_close(found_k, layer.keys, rtol=1e-3, atol=1e-3)
         torch.testing.assert_close(found_v, layer.values, rtol=1e-3, atol=1e-3)
     assert drift.shape == (2, 4)
-    torch.testing.assert_close(drift[1], relative_error(before, torch.cat((keys[1], values[1]), -1)[:, :, 5:9]))
+    torch.testing.assert_close(drift[1], off(before, [x[1][:, :, 5:9] for x in (keys, values)]))
 
 
-def test_the_first_layers_alone() -> None:
+def off(found: list[torch.Tensor], true: list[torch.Tensor]) -> torch.Tensor:
+    """The mean of how far keys and values are off."""
+    return (relative_error(found[0], true[0]) + relative_error(found[1], true[1])) / 2
+
+
+def test_judging_makes_the_first_layers_right_and_goes_no_further(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only rows that were not right are computed, in several passes; of the reused it says how far off they were."""
+    monkeypatch.setattr("kvcache_factory.integration.transformers.recompute._ROWS", 11)
     model = tiny_llama(num_hidden_layers=4)
     whole = kv_of(model, prompt(30))
-    keys, values = first_layers(model, prompt(30)[0], 2)
-    assert len(keys) == len(values) == 2
-    for k, v, layer in zip(keys, values, whole, strict=False):
+    keys, values = ([getattr(x, name).clone() for x in whole] for name in ("keys", "values"))
+    reused = torch.zeros(30, dtype=torch.bool)
+    reused[10:20] = True
+    for tensor in (*keys[:2], *values[:2]):
+        tensor[:, :, 10:] += torch.randn_like(tensor[:, :, 10:])
+    before = [x[1][:, :, 10:20].clone() for x in (keys, values)]
+    calls = []
+    handle = model.model.layers[1].mlp.register_forward_hook(lambda *_: calls.append(1))
+    error = judge(model, prompt(30)[0], torch.arange(10, 30), keys[:2], values[:2], reused)
+    handle.remove()
+    assert not calls
+    for k, v, layer in zip(keys, values, whole, strict=True):
         torch.testing.assert_close(k, layer.keys, rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(v, layer.values, rtol=1e-4, atol=1e-4)
-    assert not any(layer._forward_pre_hooks for layer in model.model.layers)
+    true = [x[:, :, 10:20] for x in (whole[1].keys, whole[1].values)]
+    torch.testing.assert_close(error, off(before, true), rtol=1e-4, atol=1e-4)
 
 
 # -- requests ---------------------------------------------------------------------------------------------------------
@@ -274,7 +291,13 @@ def test_what_cannot_be_served_is_refused(attach: Attach) -> None:
         adapter.generate(reuse=reuse, max_new_tokens=2, **left_padded(30, 40))
     with pytest.raises(UnsupportedGenerationError, match="full pass"):
         adapter.generate(reuse=reuse, input_ids=prompt(40), output_hidden_states=True, max_new_tokens=2)
-    for wrong in ({"recompute": 2.0}, {"margin": -1}, {"at_least": 0}):
+    for wrong in (
+        {"recompute": 2.0},
+        {"recompute": "half"},
+        {"recompute": float("nan")},
+        {"margin": -1},
+        {"at_least": 0},
+    ):
         with pytest.raises(ConfigError):
             Reuse(sources=[], **wrong)
     with pytest.raises(ConfigError, match="give a Reuse"):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from typing import Any
 
 import torch
 from transformers.cache_utils import Cache, DynamicLayer
 
-from .layout import base_model, cache_argument, new_cache
+from .layout import base_model, cache_argument
 
 _ROWS = 512  # rows of one pass: the mask is [rows, tokens]
 
@@ -16,25 +17,27 @@ _ROWS = 512  # rows of one pass: the mask is [rows, tokens]
 class _ScatterLayer(DynamicLayer):  # type: ignore[misc]
     """Keys and values ``[1, H, tokens, D]`` of a whole sequence; an update writes those of the current rows.
 
-    What it writes over the rows of *reused* is compared with what was there.
+    What it writes over the rows of *reused* is compared with what was there.  The pass ends here if ``ends``.
     """
 
-    def __init__(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+    def __init__(self, keys: torch.Tensor, values: torch.Tensor, reused: torch.Tensor) -> None:
         super().__init__()
         self.keys, self.values, self.is_initialized = keys, values, True
         self.dtype, self.device = keys.dtype, keys.device
         self.rows = torch.empty(0, dtype=torch.long)
-        self.reused = torch.zeros(keys.shape[2], dtype=torch.bool, device=keys.device)
+        self.reused, self.ends = reused, False
         self.drift: list[torch.Tensor] = []
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         mine = self.reused[self.rows]
         if mine.any():
             rows = self.rows[mine]
-            old = torch.cat((self.keys[:, :, rows], self.values[:, :, rows]), -1)
-            self.drift.append(relative_error(old, torch.cat((key_states, value_states), -1)[:, :, mine]))
+            keys = relative_error(self.keys[:, :, rows], key_states[:, :, mine])
+            self.drift.append((keys + relative_error(self.values[:, :, rows], value_states[:, :, mine])) / 2)
         self.keys.index_copy_(2, self.rows, key_states)
         self.values.index_copy_(2, self.rows, value_states)
+        if self.ends:
+            raise _Enough
         end = int(self.rows[-1]) + 1
         return self.keys[:, :, :end], self.values[:, :, :end]
 
@@ -58,44 +61,48 @@ def recompute(
     Every row attends to all tokens before it, whoever computed them.  Returns, for the rows that *reused* ``bool
     [tokens]`` marks, how far what was there had been off: ``float32 [layers, n']``.
     """
-    layers = [_ScatterLayer(k, v) for k, v in zip(keys, values, strict=True)]
-    for layer in layers:
-        layer.reused = reused
-    cache = Cache(layers=layers)
-    columns = torch.arange(len(ids), device=ids.device)
-    for part in torch.split(rows, _ROWS):
-        end = int(part[-1]) + 1
-        mask = torch.zeros(len(part), end, dtype=keys[0].dtype, device=ids.device)
-        mask.masked_fill_(columns[:end] > part[:, None], torch.finfo(mask.dtype).min)
-        for layer in layers:
-            layer.rows = part
-        _decode(model, ids[part], cache, attention_mask=mask[None, None], position_ids=part[None], cache_position=part)
+    layers = [_ScatterLayer(k, v, reused) for k, v in zip(keys, values, strict=True)]
+    _run(model, ids, rows, layers)
     drift = [torch.cat(layer.drift) for layer in layers if layer.drift]
     return torch.stack(drift) if drift else torch.empty(0)
 
 
+def judge(
+    model: Any,
+    ids: torch.Tensor,
+    rows: torch.Tensor,
+    keys: list[torch.Tensor],
+    values: list[torch.Tensor],
+    reused: torch.Tensor,
+) -> torch.Tensor:
+    """As :func:`recompute`, of the first ``len(keys)`` layers only, and of the last of them only keys and values.
+
+    They are right afterwards if *rows* are all that were not.  Returns how far those of the rows that *reused* marks
+    had been off in that last layer: ``float32 [n']``.
+    """
+    layers = [_ScatterLayer(k, v, reused) for k, v in zip(keys, values, strict=True)]
+    layers[-1].ends = True
+    _run(model, ids, rows, layers)
+    return torch.cat(layers[-1].drift)
+
+
+def _run(model: Any, ids: torch.Tensor, rows: torch.Tensor, layers: list[_ScatterLayer]) -> None:
+    cache = Cache(layers=layers)
+    columns = torch.arange(len(ids), device=ids.device)
+    for part in torch.split(rows, _ROWS):
+        end = int(part[-1]) + 1
+        mask = torch.zeros(len(part), end, dtype=layers[0].keys.dtype, device=ids.device)
+        mask.masked_fill_(columns[:end] > part[:, None], torch.finfo(mask.dtype).min)
+        for layer in layers:
+            layer.rows = part
+        with contextlib.suppress(_Enough):
+            _decode(
+                model, ids[part], cache, attention_mask=mask[None, None], position_ids=part[None], cache_position=part
+            )
+
+
 class _Enough(Exception):
-    """Ends a pass after the layers that were wanted."""
-
-
-def first_layers(model: Any, ids: torch.Tensor, count: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Keys and values of the first *count* layers for all of *ids* ``[tokens]``, computed without the later layers."""
-    decoder = base_model(model).get_decoder()
-    cache = new_cache(model)
-
-    def stop(*_: object) -> None:
-        raise _Enough
-
-    handle = decoder.layers[count].register_forward_pre_hook(stop) if count < len(decoder.layers) else None
-    try:
-        _decode(model, ids, cache)
-    except _Enough:
-        pass
-    finally:
-        if handle is not None:
-            handle.remove()
-    done = cache.layers[:count]
-    return [layer.keys for layer in done], [layer.values for layer in done]
+    """Ends a pass in the last layer that was wanted."""
 
 
 def _decode(model: Any, ids: torch.Tensor, cache: Any, **arguments: Any) -> None:

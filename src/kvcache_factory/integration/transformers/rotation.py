@@ -46,13 +46,21 @@ class Rotation:
 
     def move(self, keys: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
         """*keys* ``[batch, heads, tokens, head_dim]``, each *by* so many positions ``int [tokens]``; float32 inside."""
+        return self.turn(keys, self.turns(keys, by))
+
+    def turns(self, keys: torch.Tensor, by: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and sines of *by* so many positions ``int [tokens]``, for keys like *keys* of any layer."""
         assert self._rotary is not None
-        assert self._apply is not None
-        wide = keys.float()
-        turns = self._rotary(wide, position_ids=by[None].to(keys.device))
+        turns = self._rotary(keys.float(), position_ids=by[None].to(keys.device))
         scale = float(getattr(self._rotary, "attention_scaling", 1.0))  # is in the keys already
         cos, sin = (turn.float() / scale for turn in turns)
-        moved: torch.Tensor = self._apply(wide, wide, cos, sin)[1]
+        return cos, sin
+
+    def turn(self, keys: torch.Tensor, turns: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        """*keys* ``[batch, heads, tokens, head_dim]``, turned; float32 inside."""
+        assert self._apply is not None
+        wide = keys.float()
+        moved: torch.Tensor = self._apply(wide[:, :1], wide, *turns)[1]  # queries are turned too: as few as may be
         return moved.to(keys.dtype)
 
     def _holds(self, model: Any, decoder: Any) -> bool:
