@@ -23,6 +23,7 @@ SLOTS = 16384
 _ROUNDS = 5  # redirections that one request may take
 _LOOK_S = 1.0  # least time between two questions about who owns what
 _LEFT_ALONE_S = (0.5, 30.0)  # a server of a cluster that failed is not asked: after the first time, and at most
+_MOST_DUE = 4 << 20  # bytes of values that are asked for ahead: the server makes a copy of each as soon as it is
 _MOST_SERVERS = 16  # asked at the same time
 _MOVING = ("MOVED", "ASK", "TRYAGAIN")
 
@@ -45,6 +46,11 @@ class Request(msgspec.Struct):
     buffers: list[bytes | memoryview]
     view: memoryview | None = None
     least: int = 0
+
+    @property
+    def due(self) -> int:
+        """Bytes of values that its answer brings at most."""
+        return len(self.view) if self.view is not None else 0
 
 
 class Server:
@@ -100,11 +106,18 @@ class Server:
         call.on_cancel(connection.interrupt)
         try:
             extra = [command("ASKING")] if asking else []
-            connection.send([buffer for request in requests for buffer in (*extra, *request.buffers)])
-            for request in requests:
+            sent = due = 0
+            for at, request in enumerate(requests):
+                first = sent
+                while sent < len(requests) and (sent <= at or due + requests[sent].due <= _MOST_DUE):
+                    due += requests[sent].due
+                    sent += 1
+                if sent > first:
+                    connection.send([buffer for other in requests[first:sent] for buffer in (*extra, *other.buffers)])
                 if asking:
                     connection.reply()
                 answers.append(_answer(connection, request))
+                due -= request.due
             whole = True
         finally:
             call.on_cancel(None)
