@@ -154,13 +154,14 @@ class Reads:
         if operation.reason == "invalid" and not self._only_whole:  # of another size: no image of ours
             self._level.count(Event.LOAD_FAILED, 1, operation.reason)
             self._level.forget([names[operation.count]])
-        good = len(proof.images)
-        if proof.reason:
-            self._level.count(Event.LOAD_FAILED, operation.count - good, proof.reason)
-            if proof.reason not in _KEPT:
+        images = proof.images[: operation.count]
+        good, bad = len(images), proof.reason if len(images) < operation.count else ""
+        if bad:
+            self._level.count(Event.LOAD_FAILED, operation.count - good, bad)
+            if bad not in _KEPT:
                 self._level.forget([names[good]])
-        self._keep(rows, slots, proof.images)
-        return good, proof.reason or _reason(operation) or ("not_proven" if good < operation.count else "no_transit")
+        self._keep(rows, slots, images)
+        return good, bad or _reason(operation) or ("not_proven" if good < operation.count else "no_transit")
 
     def _images(self, slots: Rows) -> tuple[npt.NDArray[np.uint8], Rows]:
         """Host memory in which the images of a batch are proven, and where they are in it."""

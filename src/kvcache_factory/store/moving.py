@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import Executor
 from functools import partial
-from itertools import count
 from typing import Any
 
 import msgspec
@@ -46,9 +45,7 @@ class Moves(msgspec.Struct, frozen=True):
         if self.connector.feature.prefetch:
             await self.connector.prefetch(names)
         if self.connector.feature.zero_copy:
-            done = leading(await get_lent(self.connector, self.executor, names, regions))
-            pieces.came(done.count)
-            return done
+            return leading(await get_lent(self.connector, self.executor, names, regions))
         return await self._move("get", names, regions, pieces)
 
     async def put(self, names: Sequence[bytes], regions: Sequence[Regions], pieces: Pieces) -> Answers:
@@ -62,10 +59,14 @@ class Moves(msgspec.Struct, frozen=True):
         if not self.connector.feature.mput_mget:
             return await self._move_singly(verb, names, regions, pieces)
         call, done = getattr(self.connector, f"m{verb}"), Answers(0)
+        if region_by_region(self.connector):
+            done = await self._move_batches(call, names, regions)
+            return after(Answers(done.count), pieces.refusal) if pieces.not_ready and done.reason == "timeout" else done
         for part in pieces.parts:
             refused = await pieces.turn(part.start)
             done = after(done, refused or await self._move_batches(call, names[part], regions[part]))
-            pieces.came(done.count)
+            for block in range(part.start, done.count):
+                pieces.came(block)
             if done.reason:
                 break
         return done
@@ -86,7 +87,6 @@ class Moves(msgspec.Struct, frozen=True):
     ) -> Answers:
         """A call for each block, made as soon as its piece is ready, and so many at the same time."""
         call, done = getattr(self.connector, verb), Answers(0)
-        went_well: set[int] = set()
 
         async def move(block: int) -> object:
             refused = await pieces.turn(block)
@@ -94,8 +94,7 @@ class Moves(msgspec.Struct, frozen=True):
                 return refused
             answer = await call(names[block], regions[block])
             if isinstance(answer, Status) and answer.is_ok():
-                went_well.add(block)
-                pieces.came(next(at for at in count(pieces.come) if at not in went_well))
+                pieces.came(block)
             return answer
 
         for start in range(0, len(names), self.op_batch):
@@ -104,3 +103,8 @@ class Moves(msgspec.Struct, frozen=True):
             if done.reason:
                 break
         return done
+
+
+def region_by_region(connector: Connector[bytes, Any] | None) -> bool:
+    """Whether the connector itself takes regions when they are ready, and says when they have come."""
+    return isinstance(connector, OptionsConnector) and connector.region_by_region

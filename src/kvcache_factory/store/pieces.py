@@ -34,10 +34,8 @@ class Pieces:
     ----------
     parts:
         The pieces, as slices of the batch.
-    come:
-        Leading blocks that have come.
-    failure:
-        What *prepare* or *check* raised, in words.
+    not_ready, not_checked:
+        What *prepare* and *check* raised, in words.
     """
 
     def __init__(
@@ -49,11 +47,11 @@ class Pieces:
     ) -> None:
         self.step = step if prepare or check else max(blocks, 1)
         self.parts = [slice(at, min(at + self.step, blocks)) for at in range(0, blocks, self.step)]
-        self.failure = ""
+        self.not_ready = self.not_checked = ""
         self._prepare = prepare
         self._check = check
         self._ready: list[Future[bool]] = [Future() for _ in self.parts] if prepare else []
-        self.come = 0
+        self._come: set[int] = set()
         self._news: queue.SimpleQueue[int | None] = queue.SimpleQueue()
 
     # -- by the thread that waits -------------------------------------------------------------------------------------
@@ -74,7 +72,7 @@ class Pieces:
                 prepare(part)
                 ready.set_result(True)
         except Exception as error:  # the piece before it may be on its way, and has to be waited for
-            self.failure = f"{type(error).__name__}: {error}"
+            self.not_ready = f"{type(error).__name__}: {error}"
         finally:
             for ready in self._ready:
                 if not ready.done():
@@ -82,35 +80,53 @@ class Pieces:
 
     def _look(self, check: Callable[[slice], object], operation: Operation, end: float) -> bool:
         operation.then(lambda: self._news.put(None))
-        at = 0
-        while True:
+        at, waiting = 0, True
+        while waiting:
             try:
-                come = self._news.get(timeout=max(end - time.monotonic(), 0))
+                waiting = self._news.get(timeout=max(end - time.monotonic(), 0)) is not None
             except queue.Empty:
                 if not operation.done:
                     return False
-                come = self._news.get()  # its last words are on their way
-            if come is None:
-                return True
-            try:
-                check(slice(at, come))
-            except Exception as error:
-                self.failure = f"{type(error).__name__}: {error}"
-            at = come
+                waiting = False
+            come = self._leading(at) if waiting else operation.count
+            if come > at:
+                self._check_part(check, slice(at, come))
+                at = come
+        return True
 
-    # -- on the loop --------------------------------------------------------------------------------------------------
+    def _leading(self, at: int) -> int:
+        while at in self._come:
+            at += 1
+        return at
+
+    def _check_part(self, check: Callable[[slice], object], part: slice) -> None:
+        try:
+            check(part)
+        except Exception as error:
+            self.not_checked = f"{type(error).__name__}: {error}"
+
+    # -- by others ----------------------------------------------------------------------------------------------------
 
     async def turn(self, block: int) -> Answers | None:
-        """Wait until the piece of a block may be put; an answer where it may not."""
+        """On the loop: wait until the piece of a block may be put; an answer where it may not."""
         if not self._ready:
             return None
         ready = self._ready[block // self.step]
         if await asyncio.wrap_future(ready) if not ready.done() else ready.result():
             return None
-        return Answers(0, "not_ready", self.failure) if self.failure else Answers(0, "timeout")
+        return self.refusal
 
-    def came(self, count: int) -> None:
-        """So many leading blocks have come by now."""
-        if count > self.come:
-            self.come = count
-            self._news.put(count)
+    def wait_for(self, block: int) -> bool:
+        """The same on any other thread, and whether the piece may be put."""
+        return not self._ready or self._ready[block // self.step].result()
+
+    @property
+    def refusal(self) -> Answers:
+        """Why a piece may not be put."""
+        return Answers(0, "not_ready", self.not_ready) if self.not_ready else Answers(0, "timeout")
+
+    def came(self, block: int) -> None:
+        """A block has come; from any thread."""
+        self._come.add(block)
+        if (block + 1) % self.step == 0:  # a look at each would cost more than it gains
+            self._news.put(block)

@@ -24,12 +24,13 @@ from ..status import Status, StatusCodes
 from .answers import ANYTHING, Answers, together
 from .base import Operation, OutsideStore, SlotMemory, Slots
 from .breaker import Breaker
-from .moving import Moves, Regions
+from .moving import Moves, Regions, region_by_region
 from .pieces import Pieces
 from .threads import DaemonExecutor, LoopThread
 
 _log = logging.getLogger("kvcache_factory")
 LOG_EVERY_S = 60.0
+PIECES_OF_A_CALL = 4
 _PROBE = b"kvcache-factory/probe"
 Work = Callable[[Moves], Coroutine[Any, Any, Answers]]
 
@@ -44,7 +45,7 @@ class RemoteSettings(msgspec.Struct, frozen=True, kw_only=True):
     """What messages call it."""
     op_batch: int = 32
     """Blocks of one call where there are calls for a batch, and calls that run together where there are not."""
-    piece_bytes: int = 8 << 20
+    piece_bytes: int = 2 << 20
     """Bytes of a batch that are prepared or checked at once, while others are on their way."""
     workers: int = 8
     """Threads for calls that block."""
@@ -94,7 +95,6 @@ class RemoteStore(OutsideStore):
     def open(self, spec: BlockSpec, memories: Sequence[SlotMemory], most_abandoned: int) -> None:
         assert self._closed, "the store is open"
         self._header_bytes = spec.header_bytes
-        self._piece_blocks = max(self.settings.piece_bytes // spec.slot_bytes, 1)
         self._memories = list(memories)
         self._most_abandoned = most_abandoned
         # One more than there are workers: trials and disconnecting must not wait behind calls that hang.
@@ -104,6 +104,10 @@ class RemoteStore(OutsideStore):
         except BaseException:
             self._executor.shutdown(wait=False)
             raise
+        self._by_region = region_by_region(self._connector)
+        # Where each piece is a call of its own, as few as will do.
+        piece_bytes = self.settings.piece_bytes * (1 if self._by_region else PIECES_OF_A_CALL)
+        self._piece_blocks = max(piece_bytes // spec.slot_bytes, 1)
         self._loop = LoopThread("kvcache-factory-remote-loop")
         self._closed = False
 
@@ -173,6 +177,9 @@ class RemoteStore(OutsideStore):
             if isinstance(region, MemoryRegion):
                 region.least = self._header_bytes
         pieces = Pieces(len(names), self._piece_blocks, check=check)
+        for block, region in enumerate(regions if self._by_region else []):
+            if isinstance(region, MemoryRegion):
+                region.on_come = partial(pieces.came, block)
         return self._do(len(names), lambda moves: moves.get(names, regions, pieces), deadline_s, pieces)
 
     def put(
@@ -193,6 +200,9 @@ class RemoteStore(OutsideStore):
                 region.length = size
 
         pieces = Pieces(len(names), self._piece_blocks, prepare=shortened if prepare is not None else None)
+        for block, region in enumerate(regions if self._by_region else []):
+            if isinstance(region, MemoryRegion):
+                region.on_wait = partial(pieces.wait_for, block)
         return self._do(len(names), lambda moves: moves.put(names, regions, pieces), deadline_s, pieces)
 
     def delete(self, names: Sequence[bytes], deadline_s: float) -> Operation:
@@ -232,8 +242,8 @@ class RemoteStore(OutsideStore):
             self._in_flight += 1
             self._loop.enter(self._run(operation, work))
         if pieces.attend(operation, end):
-            if pieces.failure:
-                self._say(f"a piece could not be made or looked at: {pieces.failure[:200]}", about="not_ready")
+            if trouble := pieces.not_ready or pieces.not_checked:
+                self._say(f"a piece could not be prepared or checked: {trouble[:200]}", about="not_ready")
             self._judge(operation.reason, operation.detail)
             return operation
         with self._lock:
