@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -119,6 +120,27 @@ def test_memory_above_may_be_encoded(opened: Any, device: bool) -> None:
     reader = opened(None, memory, policy)
     assert all(error < 0.01 for error in fetched(reader))
     assert reader.count("hit") >= BLOCKS
+
+
+def test_what_a_write_held_is_encoded_in_memory_after_it(opened: Any) -> None:
+    """Blocks are on their way out when they could be encoded; they are, once the last batch has ended."""
+    memory = CPUBackend(size_gb=16 * MIB, huge_pages=False)
+    writer = opened(None, memory, CompressionPolicy(method="int8", threshold_step=0, keep_recent=0))
+    flow, level = writer.manager._chain.flow, writer.manager._chain.remote
+    put, encode, tried = level.writes._put, flow._encode, threading.Event()
+
+    def late(*args: Any) -> Any:
+        assert tried.wait(60)
+        return put(*args)
+
+    def try_first(number: int) -> None:
+        encode(number)
+        tried.set()
+
+    level.writes._put, flow._encode = late, try_first
+    writer.save(TOKENS)
+    assert writer.tier()["encoded_blocks"] == BLOCKS - 1
+    assert len(values()) == BLOCKS
 
 
 def values_after(cache: Cache, loads: int) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -86,8 +87,8 @@ class Cache:
         assert count == match.blocks
         return [relative_error(self.here.block(i), self.there.block(i)) for i in range(count)]
 
-    def count(self, event: str, reason: str | None = None) -> int:
-        rows = self.manager.state()["events"]
+    def count(self, event: str, reason: str | None = None, tier: str | None = None) -> int:
+        rows = [r for r in self.manager.state()["events"] if tier in (None, r["tier"])]
         return sum(r["blocks"] for r in rows if r["event"] == event and reason in (None, r["reason"]))
 
     def tier(self, number: int = 0) -> dict[str, Any]:
@@ -172,6 +173,59 @@ def test_blocks_become_small_as_the_chain_grows(opened: Any) -> None:
     cache.save(TOKENS)  # nobody holds them now
     assert cache.tier()["encoded_blocks"] == BLOCKS - 2
     assert cache.count("encoded") == BLOCKS - 2
+
+
+@pytest.mark.parametrize("hurried", ["encode", "copy"])
+def test_what_a_copy_to_the_disk_held_is_encoded_after_it(
+    opened: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hurried: str
+) -> None:
+    """Whichever of the two jobs is first: each copy is made small once, from what was exact, and none is left over."""
+    cache = opened(levels(tmp_path), compression_policy=CompressionPolicy(threshold_step=50))
+    flow, tried, left = cache.manager._chain.flow, threading.Event(), threading.Event()
+    copy, encode = flow._copy_chain, flow._encode
+
+    def late_copy(*args: Any) -> None:
+        assert hurried == "copy" or tried.wait(60)
+        copy(*args)
+        left.set()
+
+    def late_encode(number: int) -> None:
+        assert hurried == "encode" or left.wait(60)
+        encode(number)
+        tried.set()
+
+    monkeypatch.setattr(flow, "_copy_chain", late_copy)
+    monkeypatch.setattr(flow, "_encode", late_encode)
+    cache.save(TOKENS)
+    assert [cache.count("encoded", "int8", tier) for tier in ("cpu", "disk")] == [BLOCKS - 2] * 2
+    assert [tier.index.codings.max() for tier in cache.manager._chain.tiers] == [1, 1]
+    assert cache.count("kept_raw") == 0
+
+
+def test_blocks_are_encoded_by_one_job_at_a_time(opened: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two would each hold what the other is about to encode, and both leave it."""
+    policy = CompressionPolicy(threshold_step=50, tiers=("cpu",))
+    cache = opened(levels(tmp_path, ingestion="evicted"), compression_policy=policy)
+    flow, memory = cache.manager._chain.flow, cache.manager._chain.tiers[0]
+    encode, inside, most = memory.encode, 0, 0
+    second = threading.Thread(target=flow._encode, args=(0,))
+
+    def watched(rows: Any) -> int:
+        nonlocal inside, most
+        inside += 1
+        most = max(most, inside)
+        if second.ident is None:
+            second.start()
+            second.join(0.2)  # as long as this job lasts, that one waits
+        done: int = encode(rows)
+        inside -= 1
+        return done
+
+    monkeypatch.setattr(memory, "encode", watched)
+    cache.save(TOKENS)
+    second.join()
+    assert most == 1
+    assert cache.tier()["encoded_blocks"] == BLOCKS - 2
 
 
 def test_what_somebody_holds_stays_where_it_is(opened: Any) -> None:
@@ -495,6 +549,8 @@ def test_only_a_range_of_layers_is_encoded(opened: Any, tmp_path: Path, on_disk:
     policy = CompressionPolicy(threshold_step=0, keep_recent=0, layers=(1, 2))
     cache = opened(levels(tmp_path) if on_disk else gpu(), compression_policy=policy)
     cache.save(TOKENS)
+    for tier in ("cpu", "disk") if on_disk else ("gpu",):
+        assert cache.count("encoded", "layers", tier) == BLOCKS - 1
     if on_disk:
         assert cache.manager.evict(BLOCKS) == BLOCKS
     errors = cache.load(TOKENS)
@@ -502,7 +558,6 @@ def test_only_a_range_of_layers_is_encoded(opened: Any, tmp_path: Path, on_disk:
     assert errors[0] == 0.0
     assert all(0 < error < 0.01 for error in errors[1:])
     assert np.array_equal(cache.here.block(3)[0], cache.there.block(3)[0])
-    assert cache.count("encoded", "layers") == BLOCKS - 1
 
 
 @pytest.mark.parametrize("method", ["pca", "pca|zstd"])

@@ -110,6 +110,7 @@ class TierChain:
                     tier.open(spec)
                 if self.remote is not None:
                     self.remote.landed = self._landed
+                    self.remote.written = self._written
                     self.remote.open(spec, self.tiers)
             except BaseException:
                 for tier in opened:
@@ -158,6 +159,10 @@ class TierChain:
     def _landed(self, tip: int) -> None:
         assert self.remote is not None
         self.flow.stored(self.remote.source_number, tip, 0)
+
+    def _written(self) -> None:
+        assert self.remote is not None
+        self.flow.encode_soon(self.remote.source_number)
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait for background work; False when *timeout* seconds were not enough."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -74,6 +75,7 @@ class Flow:
         self.roots = roots
         self._demoting = [False] * len(tiers)
         self._encoding = [False] * len(tiers)
+        self._encodes = [threading.Lock() for _ in tiers]
         self._transit: Transit | None = None
         self._passing: Transit | None = None
         self._fetchers: dict[int, Fetcher] = {}
@@ -164,14 +166,19 @@ class Flow:
                 self._encoding[number] = False
 
     def _encode(self, number: int) -> None:
-        """A few blocks at a time, so that copies that wait in the lane are not held up."""
+        """A few blocks at a time, so that copies that wait in the lane are not held up.
+
+        One job at a time: of two, each would hold the blocks that the other is about to encode.
+        """
         tier = self.tiers[number]
         assert isinstance(tier, PackedTier)
-        self._encoding[number] = False
-        if tier.rule.when_full and tier.surplus(self.settings.demote_at) <= 0:
-            return
-        rows = tier.candidates(ENCODED_AT_ONCE)
-        if tier.encode(rows) and len(rows) == ENCODED_AT_ONCE:
+        with self._encodes[number]:
+            self._encoding[number] = False  # only now: no more than one job may wait for this one
+            if tier.rule.when_full and tier.surplus(self.settings.demote_at) <= 0:
+                return
+            rows = tier.candidates(ENCODED_AT_ONCE)
+            again = tier.encode(rows) and len(rows) == ENCODED_AT_ONCE
+        if again:
             self.encode_soon(number)
 
     def used(self, number: int, rows: Rows) -> None:
@@ -226,7 +233,7 @@ class Flow:
     ) -> None:
         """Make the chain that ends in the pinned row *tip* present in another tier, then unpin it.
 
-        What a tier does not admit on its way down goes on to the next.
+        What a tier does not admit on its way down goes on to the next.  What the copy held can be encoded after it.
         """
         source, target = self.tiers[source_number], self.tiers[target_number]
         try:
@@ -249,6 +256,7 @@ class Flow:
             source.index.unpin(tip)
             source.settle()
             target.settle()
+            self.encode_soon(source_number)
 
     def _fill(
         self,

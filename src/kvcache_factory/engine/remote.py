@@ -123,6 +123,8 @@ class RemoteLevel:
         self.is_open = False
         self.landed: Callable[[int], None]
         """Told of each row at which blocks that came from here end, with one pin of it to take over."""
+        self.written: Callable[[], object] = lambda: None
+        """Told when blocks that were held to be written are not held any more."""
 
     def open(self, spec: BlockSpec, tiers: Sequence[Tier]) -> None:
         """Connect; raises StoreError, ConfigError or MissingDependencyError."""

@@ -179,3 +179,4 @@ class Writes:
         if dropped.any():
             self._level.forget(self._level.names.of(chain, blocks[dropped].tolist()))
         self._index.unpin(tip)
+        self._level.written()

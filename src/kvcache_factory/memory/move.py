@@ -1,8 +1,9 @@
 """Gather blocks from engine tensors into slots, scatter them back, and copy slots between slabs.
 
-Host to host is one batched copy over descriptors.  Tensors on another device are copied by one kernel where it passes
-its self-test, with one copy a block to slots elsewhere, and otherwise through torch, one per block, layer, and keys or
-values.  Where one side is packed and the other is not, blocks pass through some memory in the region's own order.
+Host to host is one batched copy over descriptors.  Between a device and pinned host slots the driver takes the batch
+where its pieces are large.  Small ones are copied by one kernel where it passes its self-test, with whole blocks to
+slots elsewhere, and otherwise through torch, one per block, layer, and keys or values.  Where one side is packed and
+the other is not, blocks pass through some memory in the region's own order.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import numpy.typing as npt
 
 from ..block.spec import PAGE, Layout, round_up
 from ..errors import LayoutError
-from . import launch
+from . import dma, launch
 from .beside import beside_compute
 from .device import DeviceSlab, slot_bytes, typed_block
 from .order import reorder
@@ -71,7 +72,34 @@ def _move(
     else:
         way = _by_torch
     with beside_compute(region.device, slab.device):
+        if way is not _by_reordering and _in_large_pieces(
+            region, positions, slab, slots, payload_offset, tag, into_slots
+        ):
+            return
         way(region, positions, slab, slots, payload_offset, tag, into_slots=into_slots)
+
+
+def _in_large_pieces(
+    region: Region,
+    positions: BlockPositions,
+    slab: AnySlab,
+    slots: npt.ArrayLike,
+    payload_offset: int,
+    tag: Layout,
+    into_slots: bool,
+) -> bool:
+    """Hand all pieces to the driver at once, where it serves, the slots are pinned, and no piece is small.
+
+    Pieces are joined within a block only: headers lie between the payloads of slots, so none reaches over the end of
+    what was pinned in one call.
+    """
+    if region.on_host or not isinstance(slab, Slab) or slab.pinned < 1 or not dma.serves(region.device):
+        return False
+    inside, outside, size = dma.joined(*descriptors(region, positions, slab, slots, payload_offset, tag))
+    if not len(size) or size.min() < dma.WORTHWHILE:
+        return False
+    target, source = (inside, outside) if into_slots else (outside, inside)
+    return dma.copy_batch(target, source, size, region.device, stable=not into_slots)
 
 
 def descriptors(
@@ -113,10 +141,31 @@ def copy_slots(
         if isinstance(here, Slab) and there.device.startswith("cuda"):
             here.pin_in_background()
     with beside_compute(src.device, dst.device):
+        if _at_once(src, pairs[0], dst, pairs[1], nbytes, (src_offset, dst_offset)):
+            return
         for s, d in zip(pairs[0].tolist(), pairs[1].tolist(), strict=True):
             source = slot_bytes(src, s)[src_offset : src_offset + nbytes]
             slot_bytes(dst, d)[dst_offset : dst_offset + nbytes].copy_(source, non_blocking=True)
         _settle(src.device, dst.device)
+
+
+def _at_once(
+    src: AnySlab,
+    src_slots: npt.ArrayLike,
+    dst: AnySlab,
+    dst_slots: npt.ArrayLike,
+    nbytes: int,
+    offsets: tuple[int, int],
+) -> bool:
+    """Hand slots of a device and of pinned host memory to the driver in one batch, where it serves."""
+    host, device = (src, dst) if isinstance(src, Slab) else (dst, src)
+    if not isinstance(host, Slab) or host.pinned < 1 or not dma.serves(device.device):
+        return False
+    source, target = (
+        (slab.address_on_device(slots) if isinstance(slab, DeviceSlab) else slab.address(slots)) + np.uint64(offset)
+        for slab, slots, offset in ((src, src_slots, offsets[0]), (dst, dst_slots, offsets[1]))
+    )
+    return dma.copy_batch(target, source, np.full(len(source), nbytes, np.uint64), device.device, stable=host is src)
 
 
 def _by_kernel(
