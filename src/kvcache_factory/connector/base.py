@@ -159,6 +159,10 @@ class MemoryRegion:
         """Whether a value of *length* bytes may be got into the region, from its beginning on."""
         return self.least <= length <= self.length
 
+    def shortened(self, length: int) -> MemoryRegion:
+        """The first *length* bytes, as a region of its own."""
+        return self if length == self.length else MemoryRegion(self._slab, self.addr, length)
+
     def data_ptr(self) -> int:
         """Address of the first byte: of the host, or of the device that the slab is on."""
         start = self._slab.ctypes.data if isinstance(self._slab, np.ndarray) else self._slab.data_ptr()
@@ -177,7 +181,8 @@ class MemoryRegion:
         if len(data) != self.length:
             raise ValueError(f"{len(data)} bytes do not fit a region of {self.length}")
         if self.is_host:
-            self.view[:] = data
+            # Other than an assignment to a memoryview, this lets other threads run.
+            np.copyto(np.frombuffer(self.view, np.uint8), np.frombuffer(data, np.uint8))
             return
         import torch
 

@@ -116,7 +116,7 @@ class RocksDBConnector(BlockingConnector):
         for key, mr, length in zip(keys, mrs, self._lengths(keys), strict=True):
             value = self._db.get(key) if mr.takes(length) else None
             if value is not None and len(value) == length:
-                mr.view[:length] = value
+                mr.shortened(length).fill(value)
                 mr.has_come()
                 statuses.append(Status())
             else:
