@@ -46,7 +46,7 @@ def store(place: tuple[str, dict[str, Any]]) -> Iterator[tuple[RemoteStore, Slab
     name, options = place
     made = RemoteStore(
         lambda executor: create_connector(ConnectorConfig(name, "tests", "0", executor), options),
-        RemoteSettings(name=name, piece_bytes=1),
+        RemoteSettings(name=name, piece_bytes=1, look_bytes=1),
     )
     slab = Slab(8, SPEC.slot_bytes, huge_pages=False)
     made.open(SPEC, [slab], 8)
@@ -120,7 +120,7 @@ def test_a_block_is_checked_while_the_next_is_read(tmp_path: Path, monkeypatch: 
     options = {"root": str(tmp_path), "min_free_gb": 0.0}
     remote = RemoteStore(
         lambda executor: create_connector(ConnectorConfig("SHFS", "tests", "0", executor), options),
-        RemoteSettings(name="SHFS", piece_bytes=1),
+        RemoteSettings(name="SHFS", piece_bytes=1, look_bytes=1),
     )
     slab = Slab(8, SPEC.slot_bytes, huge_pages=False)
     remote.open(SPEC, [slab], 8)

@@ -258,7 +258,7 @@ def test_counts_do_not_depend_on_how_a_batch_is_cut(opened: Any, blocks: int, co
     """Images are proven piece by piece: a damaged one costs itself and what is behind it in its batch."""
 
     def cut(level: Any) -> None:
-        level.store.settings = msgspec.structs.replace(level.store.settings, piece_bytes=blocks * SPEC.slot_bytes // 4)
+        level.store.settings = msgspec.structs.replace(level.store.settings, piece_bytes=blocks * SPEC.slot_bytes)
 
     memory = [sized_level(64, SPEC, device=True)] if connector.get("use_gdr_get") else []
     first = opened(*memory, ingestion="all", connector=connector, prepare=cut)

@@ -18,7 +18,7 @@ from tests.store.test_remote import NAMES, ROWS, SPEC, Watched
 from kvcache_factory.connector import ConnectorFeature, Status, StatusCodes
 from kvcache_factory.memory.slab import Slab
 from kvcache_factory.store import pieces, remote
-from kvcache_factory.store.remote import PIECES_OF_A_CALL, RemoteSettings, RemoteStore
+from kvcache_factory.store.remote import RemoteSettings, RemoteStore
 
 BATCHED = {"mput_mget": True}
 STEP = 2
@@ -59,9 +59,7 @@ class Slow(Watched):
 def opened(features: dict[str, bool], step: int = STEP) -> Iterator[tuple[RemoteStore, Slow, Slab]]:
     """A store that works in pieces of some blocks."""
     slow = Slow(ConnectorFeature(**features))
-    store = RemoteStore(
-        lambda executor: slow, RemoteSettings(name="SLOW", piece_bytes=-(-step * SPEC.slot_bytes // PIECES_OF_A_CALL))
-    )
+    store = RemoteStore(lambda executor: slow, RemoteSettings(name="SLOW", piece_bytes=step * SPEC.slot_bytes))
     slab = Slab(8, SPEC.slot_bytes, huge_pages=False)
     slab.view[:] = 0
     store.open(SPEC, [slab], 8)

@@ -30,7 +30,6 @@ from .threads import DaemonExecutor, LoopThread
 
 _log = logging.getLogger("kvcache_factory")
 LOG_EVERY_S = 60.0
-PIECES_OF_A_CALL = 4
 _PROBE = b"kvcache-factory/probe"
 Work = Callable[[Moves], Coroutine[Any, Any, Answers]]
 
@@ -45,8 +44,10 @@ class RemoteSettings(msgspec.Struct, frozen=True, kw_only=True):
     """What messages call it."""
     op_batch: int = 32
     """Blocks of one call where there are calls for a batch, and calls that run together where there are not."""
-    piece_bytes: int = 2 << 20
+    piece_bytes: int = 8 << 20
     """Bytes of a batch that are prepared or checked at once, while others are on their way."""
+    look_bytes: int = 2 << 20
+    """Bytes that are checked at once where that takes no call of its own: while they are in the processor's cache."""
     workers: int = 8
     """Threads for calls that block."""
     open_timeout_s: float = 10.0
@@ -105,9 +106,9 @@ class RemoteStore(OutsideStore):
             self._executor.shutdown(wait=False)
             raise
         self._by_region = region_by_region(self._connector)
-        # Where each piece is a call of its own, as few as will do.
-        piece_bytes = self.settings.piece_bytes * (1 if self._by_region else PIECES_OF_A_CALL)
-        self._piece_blocks = max(piece_bytes // spec.slot_bytes, 1)
+        self._piece_blocks = max(self.settings.piece_bytes // spec.slot_bytes, 1)
+        look_bytes = self.settings.look_bytes if self._by_region else self.settings.piece_bytes
+        self._look_blocks = max(look_bytes // spec.slot_bytes, 1)
         self._loop = LoopThread("kvcache-factory-remote-loop")
         self._closed = False
 
@@ -176,7 +177,7 @@ class RemoteStore(OutsideStore):
         for region in regions if self.takes_shorter else []:
             if isinstance(region, MemoryRegion):
                 region.least = self._header_bytes
-        pieces = Pieces(len(names), self._piece_blocks, check=check)
+        pieces = Pieces(len(names), self._look_blocks, check=check)
         for block, region in enumerate(regions if self._by_region else []):
             if isinstance(region, MemoryRegion):
                 region.on_come = partial(pieces.came, block)
