@@ -6,14 +6,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.servers import redis_server
 
 from kvcache_factory.bench import l2, raw_clients
 from kvcache_factory.connector import mock
 from kvcache_factory.connector.mock import MockConnector
 from kvcache_factory.errors import ConfigError, StoreError
 
+OWN = "kvcache_factory.connector.mock:MockConnector"
 
-@pytest.mark.parametrize(("connector", "compared"), [("MOCK", False), ("shfs", True), ("ROCKSDB", True)])
+
+@pytest.mark.parametrize(("connector", "compared"), [("MOCK", True), ("shfs", True), ("ROCKSDB", True), (OWN, False)])
 def test_a_row_for_each_way_and_size(connector: str, compared: bool) -> None:
     """With a ratio where there is a yardstick; a store in a directory gets one of its own."""
     if connector == "ROCKSDB":
@@ -22,7 +25,8 @@ def test_a_row_for_each_way_and_size(connector: str, compared: bool) -> None:
     assert [(row["op"], row["block_bytes"]) for row in rows] == [
         ("put", 128 << 10), ("get", 128 << 10), ("put", 2 << 20), ("get", 2 << 20)
     ]  # fmt: skip
-    assert all(row["connector"] == connector.upper() and row["gb_s"] >= 0 for row in rows)
+    shown = connector if connector == OWN else connector.upper()
+    assert all(row["connector"] == shown and row["gb_s"] >= 0 and row["rounds"] == 1 for row in rows)
     assert all((row["ratio"] is not None) == (row["raw_gb_s"] is not None) == compared for row in rows)
 
 
@@ -62,3 +66,23 @@ def test_raw_files_give_back_what_they_took(tmp_path: Path) -> None:
     client.put([b"a", b"b"], [memoryview(b"x" * 5000), memoryview(b"y" * 5000)])
     client.get([b"b", b"a"], views)
     assert bytes(target) == b"y" * 5000 + b"x" * 5000
+
+
+def test_a_slow_store_gets_fewer_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beyond the time that a size has, no round begins, once there are three; the rows say how many there were."""
+    monkeypatch.setattr(l2, "_SIZE_S", 0.0)
+    monkeypatch.setattr(l2, "_TOTAL_BYTES", 8 << 20)
+    assert [row["rounds"] for row in l2.run_l2("MOCK")] == [3] * 4
+
+
+@pytest.mark.parametrize("size", [64 << 10, 3 << 20])
+def test_raw_redis_gives_back_what_it_took(size: int) -> None:
+    """Whatever share of the answers it asks for ahead."""
+    with redis_server() as server:
+        client = raw_clients.RawRedis({"url": server.url})
+        names, sent = [b"%d" % i for i in range(5)], [bytes([i]) * size for i in range(5)]
+        client.put(names, [memoryview(value) for value in sent])
+        target = [bytearray(size) for _ in names]
+        client.get(names, [memoryview(value) for value in target])
+        assert target == sent
+        client.close()

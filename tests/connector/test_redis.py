@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 from tests.servers import Server, make_certificates, redis_answers, redis_cluster, redis_server, until
 
-from kvcache_factory.connector import Connector
+from kvcache_factory.connector import Connector, redis_nodes
+from kvcache_factory.connector.blocking import Call as Batch
 from kvcache_factory.connector.redis import RedisConnector, RedisOptions, redis_access
-from kvcache_factory.connector.redis_nodes import slot_of
+from kvcache_factory.connector.redis_nodes import Request, slot_of
 from kvcache_factory.connector.resp import Access, Address, RespConnection
 from kvcache_factory.errors import ConfigError
 from kvcache_factory.status import StatusCodes
@@ -387,3 +388,31 @@ def test_urls_that_cannot_work_say_so_and_show_no_secret(executor: Executor, url
 def test_slots_are_those_of_the_specification(key: bytes, slot: int) -> None:
     """Values that `CLUSTER KEYSLOT` of a real server gives."""
     assert slot_of(key) == slot
+
+
+@pytest.mark.parametrize(
+    ("size", "sent"), [(64 << 10, [8]), (1 << 20, [4, 1, 1, 1, 1]), (2 << 20, [2] + [1] * 6), (8 << 20, [1] * 8)]
+)
+def test_few_bytes_are_asked_for_ahead(monkeypatch: pytest.MonkeyPatch, size: int, sent: list[int]) -> None:
+    """A server copies every value as soon as it is asked for: as many as 4 MiB are due, one if it is larger."""
+    steps: list[Any] = []
+
+    class Recorded:
+        def __init__(self, *_: Any) -> None:
+            self.interrupt = self.close = lambda: None
+
+        def send(self, buffers: Any) -> None:
+            steps.append(len(buffers))
+
+        def reply_into(self, view: memoryview, least: int) -> int:
+            steps.append("answer")
+            return len(view)
+
+    monkeypatch.setattr(redis_nodes, "RespConnection", Recorded)
+    view = memoryview(bytearray(size))
+    server = redis_nodes.Server(Address(), Access())
+    requests = [Request(b"%d" % i, [b"GET"], view=view) for i in range(8)]
+    assert server.ask(Batch(), requests) == [size] * 8
+    assert [step for step in steps if step != "answer"] == sent
+    assert steps.count("answer") == 8
+    server.close()

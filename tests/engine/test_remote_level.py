@@ -124,9 +124,9 @@ def test_a_chunk_bounds_batches(
     for verb, sizes in asked.items():
         call = getattr(cache.level.store, verb)
 
-        def counting(names: Any, *args: Any, call: Any = call, sizes: list[int] = sizes) -> Any:
+        def counting(names: Any, *args: Any, call: Any = call, sizes: list[int] = sizes, **more: Any) -> Any:
             sizes.append(len(names))
-            return call(names, *args)
+            return call(names, *args, **more)
 
         monkeypatch.setattr(cache.level.store, verb, counting)
     cache.save(TOKENS)
@@ -250,6 +250,27 @@ def test_a_damaged_value_is_a_miss_and_deleted(opened: Any, at: int, reason: str
     assert cache.total(Event.LOAD_FAILED, reason) == 3
     assert len(cache.settled()) == 7
     assert cache.total(Event.DROPPED, "deleted") == 1
+
+
+@pytest.mark.parametrize("blocks", [1, 3, 8])
+@pytest.mark.parametrize("connector", [{}, {"use_mput_mget": True}, {"use_gdr_get": True}], ids=str)
+def test_counts_do_not_depend_on_how_a_batch_is_cut(opened: Any, blocks: int, connector: Any) -> None:
+    """Images are proven piece by piece: a damaged one costs itself and what is behind it in its batch."""
+
+    def cut(level: Any) -> None:
+        level.store.settings = msgspec.structs.replace(level.store.settings, piece_bytes=blocks * SPEC.slot_bytes)
+
+    memory = [sized_level(64, SPEC, device=True)] if connector.get("use_gdr_get") else []
+    first = opened(*memory, ingestion="all", connector=connector, prepare=cut)
+    first.save(TOKENS)
+    assert len(first.settled()) == 8
+    damage(first, 5, SPEC.header_bytes + 7)
+    cache = opened(*memory, connector=connector, prepare=cut)
+    cache.fetch()
+    assert cache.load(TOKENS) == [0] * 5
+    assert cache.total(Event.LOAD_FAILED, "payload_checksum") == 3
+    assert (cache.total(Event.HIT), cache.total(Event.MISS)) == (5, 3)
+    assert len(cache.settled()) == 7
 
 
 def test_a_foreign_value_is_a_miss_and_deleted(opened: Any) -> None:

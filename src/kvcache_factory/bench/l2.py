@@ -10,7 +10,7 @@ from __future__ import annotations
 import statistics
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor
 from typing import Any
 
@@ -24,6 +24,7 @@ from ..connector.base import Connector, ConnectorConfig, OptionsConnector, optio
 from ..connector.names import connector_class, create_connector
 from ..engine.finding import view_of
 from ..engine.images import Image, prove, seal
+from ..engine.table import Rows
 from ..engine.values import StoredChain
 from ..errors import ConfigError, StoreError
 from ..memory.slab import Slab
@@ -36,6 +37,11 @@ BATCH = 32
 _LAYERS = {128 << 10: 1, 2 << 20: 16}
 """Layers of 64 tokens with 8 heads of 64 elements of bfloat16 that make a block of this size."""
 _DEADLINE_S = 60.0
+_TOTAL_BYTES = 256 << 20
+_ROUNDS = 7
+_LEAST_ROUNDS = 3
+_SIZE_S = 60.0
+"""Beyond this no round of a size begins, once there are the least: databases write each byte several times."""
 _IN_A_DIRECTORY = ("ROCKSDB", "SHFS")
 
 
@@ -68,19 +74,30 @@ class Bed:
         """Bytes per second of sealing and storing every block once."""
         rows, begun = self._stored.rows, time.perf_counter()
         for part in self.batches():
-            seal(self.spec, self.images.view, rows[part], self._stored, part)
-            _whole(self.store.put(self.names[part], self.images, rows[part], _DEADLINE_S))
+            blocks = rows[part]
+
+            def prepare(piece: slice, blocks: Rows = blocks) -> None:
+                seal(self.spec, self.images.view, blocks[piece], self._stored, blocks[piece].astype(np.int64))
+
+            _whole(self.store.put(self.names[part], self.images, blocks, _DEADLINE_S, prepare=prepare))
         return self.images.view.nbytes / (time.perf_counter() - begun)
 
     def get(self) -> float:
         """Bytes per second of reading and proving every block once."""
         rows, begun = self._stored.rows, time.perf_counter()
         for part in self.batches():
-            _whole(self.store.get(self.names[part], self.target, rows[part], _DEADLINE_S))
-            for number in rows[part].tolist():
-                proven = prove(self.spec, self.target.view[number], self.view, number)
-                if not isinstance(proven, Image):
-                    raise StoreError(f"block {number} came back wrong: {proven}")
+            blocks, wrong = rows[part], dict[int, str]()
+
+            def check(piece: slice, blocks: Rows = blocks, wrong: dict[int, str] = wrong) -> None:
+                for number in blocks[piece].tolist():
+                    proven = prove(self.spec, self.target.view[number], self.view, number)
+                    if not isinstance(proven, Image):
+                        wrong[number] = proven
+
+            _whole(self.store.get(self.names[part], self.target, blocks, _DEADLINE_S, check=check))
+            if wrong:
+                number, word = next(iter(wrong.items()))
+                raise StoreError(f"block {number} came back wrong: {word}")
         return self.images.view.nbytes / (time.perf_counter() - begun)
 
     def raw(self, client: RawClient, op: str) -> float:
@@ -108,24 +125,34 @@ def run_l2(
 ) -> list[dict[str, Any]]:
     """Rows of the table; *option*: ``name=value`` for the connector.  Raises ConfigError and StoreError."""
     options = _options(connector, option)
-    rounds, total = (1, 32 << 20) if quick else (5, 256 << 20)
+    rounds, total = (1, 32 << 20) if quick else (_ROUNDS, _TOTAL_BYTES)
+    turns = (rounds + 1) * len(_LAYERS)
     rows: list[dict[str, Any]] = []
     for number, size in enumerate(_LAYERS):
-        progress(number, len(_LAYERS), f"{size >> 10} KiB")
+
+        def began(turn: int, first: int = number * (rounds + 1), text: str = f"{size >> 10} KiB") -> None:
+            progress(first + turn, turns, text)
+
         with tempfile.TemporaryDirectory(prefix="kvcache-factory-") as directory:
             place = {"root": directory} if connector.upper() in _IN_A_DIRECTORY else {}
-            rows += _rows(connector, {**place, **options}, size, max(total // size, BATCH // 2), rounds)
-    progress(len(_LAYERS), len(_LAYERS))
+            rows += _rows(connector, {**place, **options}, size, max(total // size, BATCH // 2), rounds, began)
+    progress(turns, turns)
     return rows
 
 
-def _rows(connector: str, options: dict[str, Any], size: int, blocks: int, rounds: int) -> list[dict[str, Any]]:
+def _rows(
+    connector: str, options: dict[str, Any], size: int, blocks: int, rounds: int, began: Callable[[int], None]
+) -> list[dict[str, Any]]:
     bed = Bed(connector, options, size, blocks)
     make = RAW_CLIENTS.get(connector.upper())
     client = make(options) if make is not None else None
     try:
         rates: dict[str, list[tuple[float, float]]] = {"put": [], "get": []}
+        end = time.perf_counter() + _SIZE_S
         for turn in range(rounds + 1):  # the first does not count: files and memory are new
+            if turn > _LEAST_ROUNDS and time.perf_counter() > end:
+                break
+            began(turn)
             for op, found in rates.items():
                 sides = [getattr(bed, op), lambda op=op: bed.raw(client, op) if client is not None else 0.0]
                 first = turn % 2
@@ -146,6 +173,7 @@ def _row(connector: str, op: str, bed: Bed, found: list[tuple[float, float]], ha
         "connector": connector.upper() if ":" not in connector else connector,
         "block_bytes": bed.spec.payload_bytes,
         "batch": BATCH,
+        "rounds": len(found),
         "ratio": round(statistics.median(a / b for a, b in found), 2) if has_raw else None,
         "gb_s": round(ours / 1e9, 2),
         "raw_gb_s": round(raw / 1e9, 2) if has_raw else None,

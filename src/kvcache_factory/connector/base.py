@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Generic, TypeVar
@@ -109,9 +109,11 @@ class MemoryRegion:
     ----------
     least:
         Bytes that a value has at least which may be got into the region; the region's length unless it is set.
+    on_wait, on_come:
+        What :meth:`wait_ready` and :meth:`has_come` call, where somebody wants to work on other regions meanwhile.
     """
 
-    __slots__ = ("_slab", "addr", "least", "length")
+    __slots__ = ("_slab", "addr", "least", "length", "on_come", "on_wait")
 
     def __init__(self, slab: Bytes | torch.Tensor, addr: int = 0, length: int | None = None) -> None:
         size = len(slab)
@@ -119,6 +121,8 @@ class MemoryRegion:
         self.addr = addr
         self.length = size - addr if length is None else length
         self.least = self.length
+        self.on_wait: Callable[[], bool] | None = None
+        self.on_come: Callable[[], object] | None = None
         assert 0 <= addr <= addr + self.length <= size, "the region leaves its slab"
 
     @property
@@ -142,9 +146,22 @@ class MemoryRegion:
         host = self._slab if isinstance(self._slab, np.ndarray) else self._slab.numpy()
         return host[self.addr : self.addr + self.length].data
 
+    def wait_ready(self) -> bool:
+        """Wait until the bytes, and their length, are those to put; False where they never will be.  May block."""
+        return self.on_wait is None or self.on_wait()
+
+    def has_come(self) -> None:
+        """Say that the whole value is in the region and that the call will not touch it again."""
+        if self.on_come is not None:
+            self.on_come()
+
     def takes(self, length: int) -> bool:
         """Whether a value of *length* bytes may be got into the region, from its beginning on."""
         return self.least <= length <= self.length
+
+    def shortened(self, length: int) -> MemoryRegion:
+        """The first *length* bytes, as a region of its own."""
+        return self if length == self.length else MemoryRegion(self._slab, self.addr, length)
 
     def data_ptr(self) -> int:
         """Address of the first byte: of the host, or of the device that the slab is on."""
@@ -164,7 +181,8 @@ class MemoryRegion:
         if len(data) != self.length:
             raise ValueError(f"{len(data)} bytes do not fit a region of {self.length}")
         if self.is_host:
-            self.view[:] = data
+            # Other than an assignment to a memoryview, this lets other threads run.
+            np.copyto(np.frombuffer(self.view, np.uint8), np.frombuffer(data, np.uint8))
             return
         import torch
 
@@ -363,6 +381,8 @@ class OptionsConnector(Connector[bytes, None]):
     """Whether ``mexists(keys)`` and ``mdelete(keys)`` are there: one call, and one status for each key."""
     shorter_values: bool = False
     """Whether values may have fewer bytes than the regions they are got into (``MemoryRegion.least``)."""
+    region_by_region: ClassVar[bool] = False
+    """Whether ``mput`` waits for each region (``wait_ready``) and ``mget`` says when each is filled (``has_come``)."""
 
     @classmethod
     def from_envs(cls, conn_id: str, executor: Executor, **kwargs: Any) -> OptionsConnector:

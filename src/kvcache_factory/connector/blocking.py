@@ -24,6 +24,10 @@ Regions: TypeAlias = MemoryRegion | Sequence[MemoryRegion]
 Statuses: TypeAlias = list[Status[Any]]
 
 
+class NotReady(Exception):
+    """The bytes of a region never became what should be put."""
+
+
 class Call:
     """One batch on its way: what can be done to end it early."""
 
@@ -195,6 +199,13 @@ async def until_done(future: asyncio.Future[T], cancel: Callable[[], None]) -> T
         raise
 
 
+def ready_view(mr: MemoryRegion) -> memoryview:
+    """The bytes to put, once they are ready; NotReady where they never will be."""
+    if not mr.wait_ready():
+        raise NotReady("the value was not prepared in time")
+    return mr.view
+
+
 def single_regions(mrs: Sequence[Regions]) -> list[MemoryRegion]:
     """The regions, one for each value; lists of them belong to connectors with the GDR features."""
     singles = []
@@ -233,7 +244,7 @@ def wrong_length(key: bytes, length: int, expected: int) -> Status[Any]:
 
 def status_of(error: BaseException) -> Status[Any]:
     """The status that an operating system's or a client's exception stands for; the exception is its value."""
-    if isinstance(error, TimeoutError):
+    if isinstance(error, (TimeoutError, NotReady)):
         return Status(StatusCodes.TIMEOUT, error)
     if isinstance(error, PermissionError):
         return Status(StatusCodes.DENIED, error)

@@ -91,7 +91,7 @@ class MockConnector(OptionsConnector):
         if value is None:
             return status
         if len(regions) == 1 and regions[0].is_host and regions[0].takes(len(value)):
-            regions[0].view[: len(value)] = value
+            regions[0].shortened(len(value)).fill(value)
             return Status.ok()
         if len(value) != sum(region.length for region in regions):
             return Status(StatusCodes.INVALID, f"the value has {len(value)} bytes")

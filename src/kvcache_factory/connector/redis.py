@@ -17,7 +17,7 @@ import msgspec
 from ..errors import ConfigError
 from ..status import Status, StatusCodes
 from .base import ConnectorOptions, MemoryRegion, Secret
-from .blocking import BlockingConnector, Call, Statuses, found, status_of, wrong_length
+from .blocking import BlockingConnector, Call, Statuses, found, ready_view, status_of, wrong_length
 from .redis_nodes import Answer, Away, Nodes, Request
 from .resp import Access, Address, ServerError, command, set_command
 
@@ -74,6 +74,7 @@ class RedisConnector(BlockingConnector):
 
     Options: ClassVar[type[ConnectorOptions]] = RedisOptions
     shorter_values = True
+    region_by_region = True
 
     def __init__(self, conn_id: str, executor: Executor, options: RedisOptions) -> None:
         super().__init__(conn_id, executor, options)
@@ -98,12 +99,16 @@ class RedisConnector(BlockingConnector):
 
     def get_all(self, call: Call, keys: Sequence[bytes], mrs: Sequence[MemoryRegion]) -> Statuses:
         requests = [
-            Request(key, [command("GET", key)], view=mr.view, least=mr.least) for key, mr in zip(keys, mrs, strict=True)
+            Request(key, [command("GET", key)], view=mr.view, least=mr.least, came=mr.has_come)
+            for key, mr in zip(keys, mrs, strict=True)
         ]
         return self._ask(call, requests, _get_status, found(False))
 
     def put_all(self, call: Call, keys: Sequence[bytes], mrs: Sequence[MemoryRegion]) -> Statuses:
-        requests = [Request(key, set_command(key, mr.view, self._ttl_s)) for key, mr in zip(keys, mrs, strict=True)]
+        def setting(key: bytes, mr: MemoryRegion) -> Request:
+            return Request(key, lambda: set_command(key, ready_view(mr), self._ttl_s))
+
+        requests = [setting(key, mr) for key, mr in zip(keys, mrs, strict=True)]
         return self._ask(call, requests, _done_status, _NO_ROOM)
 
     def delete_all(self, call: Call, keys: Sequence[bytes]) -> Statuses:

@@ -10,22 +10,25 @@ import contextlib
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeAlias
 
 import msgspec
 
-from .blocking import Call
+from .blocking import Call, NotReady
 from .resp import Access, Address, RespConnection, ServerError, command
 
 SLOTS = 16384
 _ROUNDS = 5  # redirections that one request may take
 _LOOK_S = 1.0  # least time between two questions about who owns what
 _LEFT_ALONE_S = (0.5, 30.0)  # a server of a cluster that failed is not asked: after the first time, and at most
+_MOST_DUE = 4 << 20  # bytes of values that are asked for ahead: the server makes a copy of each as soon as it is
+_ENOUGH = 256 << 10  # bytes that are not held back for more
 _MOST_SERVERS = 16  # asked at the same time
 _MOVING = ("MOVED", "ASK", "TRYAGAIN")
 
+Buffers: TypeAlias = list[bytes | memoryview]
 Answer: TypeAlias = Any
 """A reply, the length of a value that was received, or an exception as a value."""
 
@@ -39,12 +42,25 @@ class LeftAlone(ConnectionError):
 
 
 class Request(msgspec.Struct):
-    """One command on a key; with *view*, its answer is a value that belongs there, of at least *least* bytes."""
+    """One command on a key; with *view*, its answer is a value that belongs there, of at least *least* bytes.
+
+    *buffers* may be made when it is sent, and raise NotReady; *came* is called when its value is there.
+    """
 
     key: bytes
-    buffers: list[bytes | memoryview]
+    buffers: Buffers | Callable[[], Buffers]
     view: memoryview | None = None
     least: int = 0
+    came: Callable[[], object] | None = None
+
+    def made(self) -> Buffers:
+        """What is sent."""
+        return self.buffers() if callable(self.buffers) else self.buffers
+
+    @property
+    def due(self) -> int:
+        """Bytes of values that its answer brings at most."""
+        return len(self.view) if self.view is not None else 0
 
 
 class Server:
@@ -99,12 +115,16 @@ class Server:
         whole = False
         call.on_cancel(connection.interrupt)
         try:
-            extra = [command("ASKING")] if asking else []
-            connection.send([buffer for request in requests for buffer in (*extra, *request.buffers)])
-            for request in requests:
+            window = _Window(connection, requests, [command("ASKING")] if asking else [])
+            for at, request in enumerate(requests):
+                window.send(at)
+                if at == window.sent:
+                    break
                 if asking:
                     connection.reply()
                 answers.append(_answer(connection, request))
+                window.due -= request.due
+            answers += [window.stopped] * (len(requests) - len(answers))
             whole = True
         finally:
             call.on_cancel(None)
@@ -138,6 +158,40 @@ class Server:
         """Close; connections in use are closed when their batch ends."""
         self._closed = True
         self.forget()
+
+
+class _Window:
+    """The requests of a pipeline, sent as early as they are ready and few bytes are due."""
+
+    def __init__(self, connection: RespConnection, requests: Sequence[Request], extra: Buffers) -> None:
+        self.sent = 0
+        self.due = 0
+        self.stopped: NotReady | None = None
+        self._connection = connection
+        self._requests = requests
+        self._extra = extra
+
+    def send(self, at: int) -> None:
+        """Send the request number *at*, if it will ever be ready, and what may be sent ahead of its answer."""
+        buffers: Buffers = []
+        size = 0
+        for request in self._requests[self.sent :]:
+            if self.stopped or (self.sent > at and self.due + request.due > _MOST_DUE):
+                break
+            try:
+                made = request.made()
+            except NotReady as error:
+                self.stopped = error
+                break
+            buffers += [*self._extra, *made]
+            size += sum(map(len, made))
+            self.sent += 1
+            self.due += request.due
+            if size >= _ENOUGH:
+                self._connection.send(buffers)
+                buffers, size = [], 0
+        if buffers:
+            self._connection.send(buffers)
 
 
 class Nodes:
@@ -294,4 +348,7 @@ def _put(answers: list[Answer], rows: Sequence[int], values: Sequence[Answer]) -
 def _answer(connection: RespConnection, request: Request) -> Answer:
     if request.view is None:
         return connection.reply()
-    return connection.reply_into(request.view, request.least)
+    size = connection.reply_into(request.view, request.least)
+    if request.came is not None and isinstance(size, int) and request.least <= size <= len(request.view):
+        request.came()
+    return size

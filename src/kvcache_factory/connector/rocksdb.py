@@ -57,6 +57,7 @@ class RocksDBConnector(BlockingConnector):
 
     Options: ClassVar[type[ConnectorOptions]] = RocksDBOptions
     shorter_values = True
+    region_by_region = True
     clock = staticmethod(time.time)
 
     def __init__(self, conn_id: str, executor: Executor, options: RocksDBOptions) -> None:
@@ -115,7 +116,8 @@ class RocksDBConnector(BlockingConnector):
         for key, mr, length in zip(keys, mrs, self._lengths(keys), strict=True):
             value = self._db.get(key) if mr.takes(length) else None
             if value is not None and len(value) == length:
-                mr.view[:length] = value
+                mr.shortened(length).fill(value)
+                mr.has_come()
                 statuses.append(Status())
             else:
                 missing = length < 0 or mr.takes(length)
@@ -128,14 +130,15 @@ class RocksDBConnector(BlockingConnector):
         module = _rocksdict()
         statuses: Statuses = []
         for key, mr in zip(keys, mrs, strict=True):
-            if call.cancelled:
+            if call.cancelled or not mr.wait_ready():
                 break
             batch = module.WriteBatch(raw_mode=True)  # both or neither
             batch.put(key, bytes(mr.view))
             batch.put(key, _MARK.pack(mr.length, self.clock()), self._marks_handle)
             self._db.write(batch)
             statuses.append(Status())
-        return statuses + [Status(StatusCodes.CANCELLED)] * (len(keys) - len(statuses))
+        why = StatusCodes.CANCELLED if call.cancelled else StatusCodes.TIMEOUT
+        return statuses + [Status(why)] * (len(keys) - len(statuses))
 
     def delete_all(self, call: Call, keys: Sequence[bytes]) -> Statuses:
         module = _rocksdict()

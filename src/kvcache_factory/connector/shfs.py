@@ -20,7 +20,7 @@ import msgspec
 
 from ..status import Status, StatusCodes
 from .base import ConnectorOptions, MemoryRegion
-from .blocking import BlockingConnector, Call, Statuses, found, status_of, wrong_length
+from .blocking import BlockingConnector, Call, NotReady, Statuses, found, ready_view, status_of, wrong_length
 from .rocksdb import make_private, private_directory
 
 _ABANDONED_S = 3600.0
@@ -47,6 +47,7 @@ class SharedFilesConnector(BlockingConnector):
 
     Options: ClassVar[type[ConnectorOptions]] = SharedFilesOptions
     shorter_values = True
+    region_by_region = True
 
     def __init__(self, conn_id: str, executor: Executor, options: SharedFilesOptions) -> None:
         super().__init__(conn_id, executor, options)
@@ -103,14 +104,16 @@ class SharedFilesConnector(BlockingConnector):
                 view = view[count:]
         finally:
             os.close(fd)
+        mr.has_come()
         return Status()
 
     def _put(self, key: bytes, mr: MemoryRegion) -> Status[Any]:
+        view = ready_view(mr)
         target, temporary = self.path_of(key), self._unfinished / uuid.uuid4().hex
-        if self._min_free_bytes and self._free_bytes() - mr.length < self._min_free_bytes:
+        if self._min_free_bytes and self._free_bytes() - len(view) < self._min_free_bytes:
             return Status(StatusCodes.OUT_OF_MEMORY, f"less than {self.options.min_free_gb:g} GiB are free")
         try:
-            self._write(temporary, mr)
+            self._write(temporary, view)
             try:
                 os.replace(temporary, target)
             except FileNotFoundError:
@@ -121,10 +124,9 @@ class SharedFilesConnector(BlockingConnector):
             raise
         return Status()
 
-    def _write(self, path: Path, mr: MemoryRegion) -> None:
+    def _write(self, path: Path, view: memoryview) -> None:
         fd = os.open(path, _WRITE, 0o600)
         try:
-            view = mr.view
             while view:
                 view = view[os.write(fd, view) :]
         finally:
@@ -146,7 +148,7 @@ def _each(call: Call, work: Any, *arguments: Any) -> Status[Any]:
         return Status(StatusCodes.CANCELLED)
     try:
         status: Status[Any] = work(*arguments)
-    except OSError as error:
+    except (OSError, NotReady) as error:
         return status_of(error)
     return status
 

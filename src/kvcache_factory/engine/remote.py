@@ -24,6 +24,7 @@ from ..errors import ConfigError
 from ..store.base import Operation, OutsideStore
 from .coding import ImageCoder
 from .compressing import CompressionRule
+from .images import seal
 from .io import IOPool, Lane, Ticket
 from .ledger import Event, Ledger
 from .packed import PackedTier
@@ -35,7 +36,7 @@ from .roots import Roots
 from .table import Keys, Rows
 from .tier import Ingestion, Tier
 from .transit import Transit
-from .values import StoredRecords
+from .values import StoredChain, StoredRecords
 
 ABANDONED_SHARE = 0.02
 LEAST_ABANDONED = 8
@@ -182,11 +183,22 @@ class RemoteLevel:
         exactly = self.rule.exactly(chain_blocks, self.spec.block_tokens)
         return np.array([exactly(depth) for depth in depths], np.bool_)
 
-    def encode(self, pool: Transit, slots: Rows, depths: Sequence[int], chain_blocks: int) -> list[int] | None:
-        """Encode sealed images of a chain of so many blocks where they are, in *slots* of *pool*.
+    def sealing(
+        self, pool: Transit, slots: Rows, chain: StoredChain, blocks: npt.NDArray[np.int64], chain_blocks: int
+    ) -> Callable[[slice], list[int] | None]:
+        """What makes images of parts of *blocks* of a chain of so many, whose payloads are in *slots* of *pool*.
 
-        Returns the bytes of each that must be stored; None where nothing encodes, and all are stored whole.
+        It seals and, where there is a codec, encodes them where they are.  It returns the bytes of each that must be
+        stored; None where nothing encodes, and all are stored whole.
         """
+
+        def prepare(part: slice) -> list[int] | None:
+            seal(pool.spec, pool.memory.view, slots[part], chain, blocks[part])
+            return self._encode(pool, slots[part], blocks[part].tolist(), chain_blocks)
+
+        return prepare
+
+    def _encode(self, pool: Transit, slots: Rows, depths: Sequence[int], chain_blocks: int) -> list[int] | None:
         if self.images is None or not self.encodes:
             return None
         spec, sizes = pool.spec, []

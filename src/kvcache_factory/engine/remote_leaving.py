@@ -15,7 +15,6 @@ import numpy as np
 import numpy.typing as npt
 
 from ..store.base import Operation
-from .images import seal
 from .io import Lane
 from .ledger import Event
 from .table import Rows
@@ -90,13 +89,11 @@ class Leaving:
 
     def _write(self, chain: StoredChain, blocks: npt.NDArray[np.int64], slots: Rows, names: list[bytes]) -> None:
         level, step, done = self._level, self._level.batch_blocks, 0
-        seal(self._passing.spec, self._passing.memory.view, slots, chain, blocks)
-        sizes = level.encode(self._passing, slots, blocks.tolist(), AGED)
         level.names.remember(names)
         going = True
         for start in range(0, len(slots), step):
             part = slice(start, start + step)
-            operation = self._put(names[part], slots[part], sizes and sizes[part]) if going else None
+            operation = self._put(chain, blocks[part], slots[part], names[part]) if going else None
             end = partial(self._end, slots[part], names[part])
             if operation is None:
                 end()
@@ -109,10 +106,11 @@ class Leaving:
             reason = operation.reason if operation.done else "timeout"
         level.count(Event.NOT_STORED, len(slots) - done, reason)
 
-    def _put(self, names: list[bytes], slots: Rows, sizes: list[int] | None) -> Operation:
-        deadline_s = self._level.deadline_s(len(slots))
-        with self._level.timing("put"):
-            return self._level.store.put(names, self._passing.memory, slots, deadline_s, sizes=sizes)
+    def _put(self, chain: StoredChain, blocks: npt.NDArray[np.int64], slots: Rows, names: list[bytes]) -> Operation:
+        level, passing = self._level, self._passing
+        prepare = level.sealing(passing, slots, chain, blocks, AGED)
+        with level.timing("put"):
+            return level.store.put(names, passing.memory, slots, level.deadline_s(len(slots)), prepare=prepare)
 
     def _end(self, slots: Rows, names: list[bytes]) -> None:
         self._passing.give_back(slots)

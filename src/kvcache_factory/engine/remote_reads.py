@@ -28,6 +28,50 @@ _KEPT = UNREADABLE_HERE | {"not_exact", "codec", "codec_params", "header_version
 """Reasons for a miss that say nothing against the value: somebody else can use it."""
 
 
+class Proof:
+    """What came of a batch, proven piece by piece: the leading good images, and why the next is none.
+
+    Parameters
+    ----------
+    first:
+        Number in *chain* of the first block of the batch.
+    view, slots:
+        The images are in these rows of *view* ``[n, slot_bytes]``.
+    accepts:
+        The worst fidelity that is good.
+    """
+
+    def __init__(
+        self, level: RemoteLevel, chain: ChainView, first: int, view: npt.NDArray[np.uint8], slots: Rows, accepts: int
+    ) -> None:
+        self.images: list[Image] = []
+        self.reason = ""
+        self._level = level
+        self._chain = chain
+        self._first = first
+        self._view = view
+        self._slots = slots
+        self._accepts = accepts
+
+    def check(self, part: slice) -> None:
+        """Prove the images of a part of the batch, in order, unless one before them was bad."""
+        for number in range(part.start, part.stop):
+            if self.reason:
+                return
+            proven = self._prove(self._view[self._slots[number]], self._first + number)
+            if isinstance(proven, str):
+                self.reason = proven
+            else:
+                self.images.append(proven)
+
+    def _prove(self, image: npt.NDArray[np.uint8], number: int) -> Image | str:
+        level = self._level
+        assert level.spec is not None
+        refused = level.images.decode(image) if level.images is not None else None
+        proven = refused or prove(level.spec, image, self._chain, number)
+        return "not_exact" if isinstance(proven, Image) and proven.fidelity > self._accepts else proven
+
+
 class Reads:
     """The way up.
 
@@ -101,18 +145,27 @@ class Reads:
         names = names[: len(slots)]
         if not len(slots):
             return 0, "no_transit"
+        proof = Proof(self._level, chain, reserved.first, *self._images(slots), accepts=self.source.index.accepts)
         with self._level.timing("get"):
-            operation = self._get(names, self.source.slots_of(rows), slots, end)
+            operation = self._get(names, self.source.slots_of(rows), slots, end, proof)
         if not operation.done:
             operation.then(partial(self._let_go, rows, slots))
             return 0, "timeout"
         if operation.reason == "invalid" and not self._only_whole:  # of another size: no image of ours
             self._level.count(Event.LOAD_FAILED, 1, operation.reason)
             self._level.forget([names[operation.count]])
-        images, reason = self._prove(chain, reserved.first, names, slots[: operation.count])
-        good = len(images)
+        images = proof.images[: operation.count]
+        good, bad = len(images), proof.reason if len(images) < operation.count else ""
+        if bad:
+            self._level.count(Event.LOAD_FAILED, operation.count - good, bad)
+            if bad not in _KEPT:
+                self._level.forget([names[good]])
         self._keep(rows, slots, images)
-        return good, reason or _reason(operation) or "no_transit"
+        return good, bad or _reason(operation) or ("not_proven" if good < operation.count else "no_transit")
+
+    def _images(self, slots: Rows) -> tuple[npt.NDArray[np.uint8], Rows]:
+        """Host memory in which the images of a batch are proven, and where they are in it."""
+        return (self.source.slots if self._transit is None else self._transit.memory).view, slots
 
     @property
     def _only_whole(self) -> bool:
@@ -120,39 +173,20 @@ class Reads:
         store = self._level.store
         return self._transit is not None and store.takes_device_memory("get") and store.takes_shorter
 
-    def _get(self, names: list[bytes], rows: Rows, slots: Rows, end: float) -> Operation:
+    def _get(self, names: list[bytes], rows: Rows, slots: Rows, end: float, proof: Proof) -> Operation:
+        """Get images and prove them, each piece while others are on their way."""
         left, store = end - time.monotonic(), self._level.store
         if self._transit is None:
-            return store.get(names, self.source.slots, slots, left)
+            return store.get(names, self.source.slots, slots, left, check=proof.check)
+        memory, spec = self._transit.memory, self._transit.spec
         if not store.takes_device_memory("get"):
-            return store.get(names, self._transit.memory, slots, left)
-        operation = store.get(names, self.source.slots, rows, left, (self._transit.memory, slots))
-        if operation.done and operation.count:
-            # What is proven is what the device holds.
-            spec, count = self._transit.spec, operation.count
-            copy_slots(
-                self.source.slots, rows[:count], self._transit.memory, slots[:count], spec.payload_bytes, 0,
-                spec.header_bytes,
-            )  # fmt: skip
-        return operation
+            return store.get(names, memory, slots, left, check=proof.check)
 
-    def _prove(self, chain: ChainView, first: int, names: list[bytes], slots: Rows) -> tuple[list[Image], str]:
-        spec = self._level.spec
-        assert spec is not None
-        view: npt.NDArray[np.uint8] = self.source.slots.view if self._transit is None else self._transit.memory.view
-        images: list[Image] = []
-        for number, slot in enumerate(slots.tolist()):
-            refused = self._level.images.decode(view[slot]) if self._level.images is not None else None
-            proven = refused or prove(spec, view[slot], chain, first + number)
-            if isinstance(proven, Image) and proven.fidelity > self.source.index.accepts:
-                proven = "not_exact"
-            if isinstance(proven, str):
-                self._level.count(Event.LOAD_FAILED, len(slots) - number, proven)
-                if proven not in _KEPT:
-                    self._level.forget([names[number]])
-                return images, proven
-            images.append(proven)
-        return images, ""
+        def check(part: slice) -> None:  # what is proven is what the device holds
+            copy_slots(self.source.slots, rows[part], memory, slots[part], spec.payload_bytes, 0, spec.header_bytes)
+            proof.check(part)
+
+        return store.get(names, self.source.slots, rows, left, (memory, slots), check=check)
 
     def _keep(self, rows: Rows, slots: Rows, images: list[Image]) -> None:
         """The leading rows hold proven *images*: let the tier have them; the others go back."""

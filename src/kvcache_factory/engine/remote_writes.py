@@ -158,33 +158,40 @@ class Writes:
         self._recent[rows] = np.where(behind, self.source.index.generation[rows], _NEVER)
 
     def _put(self, chain: StoredChain, part: npt.NDArray[np.int64], chain_blocks: int) -> tuple[Operation, int]:
-        """Seal and send one batch of a chain of so many blocks; also how many blocks of it were sent."""
+        """Send a batch of a chain of so many blocks, sealing it piece by piece; also how many of it were sent."""
         level, spec, source = self._level, self._level.spec, self.source
         assert spec is not None
         names = level.names.of(chain, part.tolist())
         rows = chain.rows[part]
         if self._transit is None:
-            seal(spec, source.slots.view, rows, chain, part)
             level.names.remember(names)
-            return level.store.put(names, source.slots, rows, level.deadline_s(len(rows))), len(rows)
+
+            def prepare(piece: slice) -> None:
+                seal(spec, source.slots.view, rows[piece], chain, part[piece])
+
+            return level.store.put(names, source.slots, rows, level.deadline_s(len(rows)), prepare=prepare), len(rows)
         slots = self._transit.take(len(rows), wait=level.options.max_wait_s)
         try:
             taken = source.copy_payloads(rows[: len(slots)], self._transit.memory, slots, spec.header_bytes)
-            rows, part, names, sent = rows[:taken], part[:taken], names[:taken], slots[:taken]
-            seal(spec, self._transit.memory.view, sent, chain, part)
-            sizes = level.encode(self._transit, sent, part.tolist(), chain_blocks)
         except BaseException:
             self._transit.give_back(slots)
             raise
-        level.names.remember(names)
-        deadline_s, memory = level.deadline_s(len(rows)), self._transit.memory
-        on_device = not source.payload_offset and bool(source.whole(rows).all())
-        if sizes is None and on_device and level.store.takes_device_memory("put"):
-            operation = level.store.put(names, source.slots, source.slots_of(rows), deadline_s, (memory, sent))
-        else:
-            operation = level.store.put(names, memory, sent, deadline_s, sizes=sizes)
+        operation = self._put_copies(chain, part[:taken], names[:taken], slots[:taken], chain_blocks)
         operation.then(partial(self._transit.give_back, slots))
-        return operation, len(rows)
+        return operation, taken
+
+    def _put_copies(
+        self, chain: StoredChain, part: npt.NDArray[np.int64], names: list[bytes], slots: Rows, chain_blocks: int
+    ) -> Operation:
+        level, source, pool, rows = self._level, self.source, self._transit, chain.rows[part]
+        assert pool is not None
+        level.names.remember(names)
+        prepare, deadline_s = level.sealing(pool, slots, chain, part, chain_blocks), level.deadline_s(len(rows))
+        on_device = not source.payload_offset and bool(source.whole(rows).all())
+        if on_device and not level.encodes and level.store.takes_device_memory("put"):
+            headers = (pool.memory, slots)
+            return level.store.put(names, source.slots, source.slots_of(rows), deadline_s, headers, prepare=prepare)
+        return level.store.put(names, pool.memory, slots, deadline_s, prepare=prepare)
 
     def _end(self, chain: StoredChain, blocks: npt.NDArray[np.int64], tip: int) -> None:
         """Let go of *tip*, and delete what was dropped meanwhile: whoever did that could not see the copy yet."""

@@ -46,8 +46,13 @@ async def _result(call: Callable[[], Awaitable[Any]]) -> Any:
 
 
 def leading(answers: Sequence[object]) -> Answers:
-    """What a list of statuses comes to; whatever else a connector returned is a failure."""
+    """What a list of statuses comes to; whatever else a connector returned is a failure.
+
+    Among them, an Answers stands for a call that was not made.
+    """
     for count, answer in enumerate(answers):
+        if isinstance(answer, Answers):
+            return after(Answers(count), answer)
         if isinstance(answer, Status):
             if answer.is_ok():
                 continue

@@ -294,12 +294,15 @@ class OutsideStore(ABC):
         slots: Slots,
         deadline_s: float,
         headers: tuple[SlotMemory, Slots] | None = None,
+        check: Callable[[slice], object] | None = None,
     ) -> Operation:
         """Fill whole *slots* with the images of *names*; those behind the leading run may hold anything.
 
         Where images were stored shorter, so is what is filled, and the rest of the slot stays as it is.
 
         *headers*: host slots for the headers where *memory* is that of a device and holds payloads.
+        *check*: called by this thread with leading parts of the batch that have come, in order, while others are on
+        their way; with all that came when the operation has ended in time.
         """
 
     @abstractmethod
@@ -310,11 +313,13 @@ class OutsideStore(ABC):
         slots: Slots,
         deadline_s: float,
         headers: tuple[SlotMemory, Slots] | None = None,
-        sizes: Sequence[int] | None = None,
+        prepare: Callable[[slice], Sequence[int] | None] | None = None,
     ) -> Operation:
         """Store the images in *slots* under *names*, replacing what is there.
 
-        *sizes*: bytes from the beginning of each slot that are stored, where :attr:`takes_shorter`; by default all.
+        *prepare*: called by this thread with parts of the batch, in order, while those before are on their way, and
+        before their slots are looked at.  It may return how many bytes from the beginning of each slot are stored,
+        where :attr:`takes_shorter`; all else.  Where it raises, the batch ends with the reason ``not_ready``.
         """
 
     @abstractmethod

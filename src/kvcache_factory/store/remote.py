@@ -21,19 +21,19 @@ from ..connector.base import Connector, ConnectorFeature, MemoryRegion, OptionsC
 from ..errors import KVCacheError, StoreError
 from ..memory.device import DeviceSlab
 from ..status import Status, StatusCodes
-from .answers import ANYTHING, Answers, after, leading, together
+from .answers import ANYTHING, Answers, together
 from .base import Operation, OutsideStore, SlotMemory, Slots
 from .breaker import Breaker
-from .lent import get_lent, put_lent
+from .moving import Moves, Regions, region_by_region
+from .pieces import Pieces
 from .threads import DaemonExecutor, LoopThread
 
 _log = logging.getLogger("kvcache_factory")
 LOG_EVERY_S = 60.0
 _PROBE = b"kvcache-factory/probe"
-Regions = MemoryRegion | Sequence[MemoryRegion]
-Work = Callable[[], Coroutine[Any, Any, Answers]]
+Work = Callable[[Moves], Coroutine[Any, Any, Answers]]
 
-_HARMLESS = frozenset({"", "absent", "invalid", "full"})
+_HARMLESS = frozenset({"", "absent", "invalid", "full", "not_ready"})
 """Reasons that say nothing against the server."""
 
 
@@ -44,6 +44,10 @@ class RemoteSettings(msgspec.Struct, frozen=True, kw_only=True):
     """What messages call it."""
     op_batch: int = 32
     """Blocks of one call where there are calls for a batch, and calls that run together where there are not."""
+    piece_bytes: int = 8 << 20
+    """Bytes of a batch that are prepared or checked at once, while others are on their way."""
+    look_bytes: int = 2 << 20
+    """Bytes that are checked at once where that takes no call of its own: while they are in the processor's cache."""
     workers: int = 8
     """Threads for calls that block."""
     open_timeout_s: float = 10.0
@@ -101,6 +105,10 @@ class RemoteStore(OutsideStore):
         except BaseException:
             self._executor.shutdown(wait=False)
             raise
+        self._by_region = region_by_region(self._connector)
+        self._piece_blocks = max(self.settings.piece_bytes // spec.slot_bytes, 1)
+        look_bytes = self.settings.look_bytes if self._by_region else self.settings.piece_bytes
+        self._look_blocks = max(look_bytes // spec.slot_bytes, 1)
         self._loop = LoopThread("kvcache-factory-remote-loop")
         self._closed = False
 
@@ -154,7 +162,7 @@ class RemoteStore(OutsideStore):
     # -- batches ------------------------------------------------------------------------------------------------------
 
     def exists(self, names: Sequence[bytes], deadline_s: float) -> Operation:
-        return self._do(len(names), lambda: self._each("exists", names), deadline_s)
+        return self._do(len(names), lambda moves: moves.each("exists", names), deadline_s)
 
     def get(
         self,
@@ -163,12 +171,17 @@ class RemoteStore(OutsideStore):
         slots: Slots,
         deadline_s: float,
         headers: tuple[SlotMemory, Slots] | None = None,
+        check: Callable[[slice], object] | None = None,
     ) -> Operation:
         regions = self._regions(memory, slots, headers)
         for region in regions if self.takes_shorter else []:
             if isinstance(region, MemoryRegion):
                 region.least = self._header_bytes
-        return self._do(len(names), lambda: self._fetch(names, regions), deadline_s)
+        pieces = Pieces(len(names), self._look_blocks, check=check)
+        for block, region in enumerate(regions if self._by_region else []):
+            if isinstance(region, MemoryRegion):
+                region.on_come = partial(pieces.came, block)
+        return self._do(len(names), lambda moves: moves.get(names, regions, pieces), deadline_s, pieces)
 
     def put(
         self,
@@ -177,18 +190,24 @@ class RemoteStore(OutsideStore):
         slots: Slots,
         deadline_s: float,
         headers: tuple[SlotMemory, Slots] | None = None,
-        sizes: Sequence[int] | None = None,
+        prepare: Callable[[slice], Sequence[int] | None] | None = None,
     ) -> Operation:
         regions = self._regions(memory, slots, headers)
-        if sizes is not None:
-            pairs = zip(slots.tolist(), sizes, strict=True)
-            regions = [_region(memory, slot, size) for slot, size in pairs]
-        if self._feature.zero_copy:
-            return self._do(len(names), lambda: self._lent(put_lent, names, regions), deadline_s)
-        return self._do(len(names), lambda: self._move("put", names, regions), deadline_s)
+
+        def shortened(part: slice) -> None:
+            sizes = prepare(part) if prepare is not None else None
+            for region, size in zip(regions[part], sizes or [], strict=sizes is not None):
+                assert isinstance(region, MemoryRegion), "what is stored shorter lies in one memory"
+                region.length = size
+
+        pieces = Pieces(len(names), self._piece_blocks, prepare=shortened if prepare is not None else None)
+        for block, region in enumerate(regions if self._by_region else []):
+            if isinstance(region, MemoryRegion):
+                region.on_wait = partial(pieces.wait_for, block)
+        return self._do(len(names), lambda moves: moves.put(names, regions, pieces), deadline_s, pieces)
 
     def delete(self, names: Sequence[bytes], deadline_s: float) -> Operation:
-        return self._do(len(names), lambda: self._each("delete", names), deadline_s)
+        return self._do(len(names), lambda moves: moves.each("delete", names), deadline_s)
 
     @property
     def takes_shorter(self) -> bool:
@@ -212,9 +231,10 @@ class RemoteStore(OutsideStore):
                 "members": members,
             }
 
-    def _do(self, blocks: int, work: Work, deadline_s: float) -> Operation:
+    def _do(self, blocks: int, work: Work, deadline_s: float, pieces: Pieces | None = None) -> Operation:
         """Enter the loop with one batch and wait, but not for ever; what goes on then keeps its memory."""
-        operation = Operation(blocks)
+        operation, end = Operation(blocks), time.monotonic() + deadline_s
+        pieces = pieces or Pieces(blocks, 1)
         with self._lock:
             refused = self._refusal()
             if refused or not blocks:
@@ -222,7 +242,9 @@ class RemoteStore(OutsideStore):
                 return operation
             self._in_flight += 1
             self._loop.enter(self._run(operation, work))
-        if operation.wait(max(deadline_s, 0)):
+        if pieces.attend(operation, end):
+            if trouble := pieces.not_ready or pieces.not_checked:
+                self._say(f"a piece could not be prepared or checked: {trouble[:200]}", about="not_ready")
             self._judge(operation.reason, operation.detail)
             return operation
         with self._lock:
@@ -245,7 +267,7 @@ class RemoteStore(OutsideStore):
     async def _run(self, operation: Operation, work: Work) -> None:
         answers = Answers(0, "error")
         try:
-            answers = await work()
+            answers = await work(Moves(self._open_connector, self._executor, self.settings.op_batch))
         except ANYTHING as error:
             answers = Answers(0, "error", f"{type(error).__name__}: {error}")
         finally:
@@ -254,62 +276,11 @@ class RemoteStore(OutsideStore):
                 self._changed.notify_all()
             operation.end(answers.count, answers.reason, answers.detail)
 
-    # -- on the loop --------------------------------------------------------------------------------------------------
-
     @property
     def _open_connector(self) -> Connector[bytes, Any]:
         if self._connector is None:
             raise StoreError("the store is closed", reason="closed")
         return self._connector
-
-    async def _fetch(self, names: Sequence[bytes], regions: Sequence[Regions]) -> Answers:
-        if self._feature.prefetch:
-            await self._open_connector.prefetch(names)
-        if self._feature.zero_copy:
-            return await self._lent(get_lent, names, regions)
-        return await self._move("get", names, regions)
-
-    async def _lent(self, way: Any, names: Sequence[bytes], regions: Sequence[Regions]) -> Answers:
-        return leading(await way(self._open_connector, self._executor, names, regions))
-
-    async def _each(self, verb: str, names: Sequence[bytes]) -> Answers:
-        """As many names together as belong to a batch, up to the first batch with a gap."""
-        connector, step, done = self._open_connector, self.settings.op_batch, Answers(0)
-        single = getattr(connector, verb)
-        whole = isinstance(connector, OptionsConnector) and connector.batched_lookups
-        for start in range(0, len(names), step):
-            part = names[start : start + step]
-            asked = (
-                getattr(connector, f"m{verb}")(part) if whole else together([partial(single, name) for name in part])
-            )
-            done = after(done, leading(await asked))
-            if done.reason:
-                break
-        return done
-
-    async def _move(self, verb: str, names: Sequence[bytes], regions: Sequence[Regions]) -> Answers:
-        connector, step = self._open_connector, self.settings.op_batch
-        if self._feature.mput_mget:
-            return await self._move_batches(getattr(connector, f"m{verb}"), names, regions)
-        call, done = getattr(connector, verb), Answers(0)
-        for start in range(0, len(names), step):
-            part = slice(start, start + step)
-            pairs = zip(names[part], regions[part], strict=True)
-            done = after(done, leading(await together([partial(call, name, region) for name, region in pairs])))
-            if done.reason:
-                break
-        return done
-
-    async def _move_batches(self, call: Any, names: Sequence[bytes], regions: Sequence[Regions]) -> Answers:
-        """Batches as the connector cuts them, which need not keep the order."""
-        found: dict[bytes, object] = {}
-        for batch in self._open_connector.get_batches(names, regions, self.settings.op_batch):
-            keys = [key for key, _ in batch]
-            answers = list(await call(keys, [region for _, region in batch]))
-            found.update(zip(keys, answers, strict=False))
-            if len(answers) != len(keys) or not all(isinstance(a, Status) and a.is_ok() for a in answers):
-                break
-        return leading([found.get(name) for name in names])
 
     # -- breaker ------------------------------------------------------------------------------------------------------
 
