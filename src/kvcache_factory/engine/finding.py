@@ -16,6 +16,7 @@ from .lease import LeaseBook, Usage
 from .ledger import MANAGER, Event, Ledger
 from .prefetch import Prefetch
 from .seen import Seen
+from .table import pick
 from .tier import Tier
 
 ASKED, HIT = Event.ASKED, Event.HIT  # Python 3.11 takes long to look up a member
@@ -129,7 +130,7 @@ class Finding:
                     tier.count(Event.MISS, limit - covered - served, found.reason)
             reason = found.reason
             if served:
-                chain.found_fidelity = max(chain.found_fidelity, int(tier.index.fidelity[found.rows].max()))
+                chain.found_fidelity = max(chain.found_fidelity, int(pick(tier.index.fidelity, found.rows).max()))
                 segments.append(Segment(number, covered, found.rows[covered:]))
                 pins.append((tier, int(found.rows[-1])))
                 self.flow.used(number, found.rows)

@@ -13,7 +13,7 @@ from .lease import LeaseBook
 from .ledger import MANAGER, Event, Ledger
 from .mover import Mover
 from .packed import PackedTier
-from .table import Rows
+from .table import Rows, pick
 from .tier import Tier
 from .values import runs
 
@@ -91,7 +91,7 @@ class Loading:
                 if whole:
                     copied = last - first
                     source = tier.slots, tier.payload_offset, tier.slots_of(part)
-                    self.mover.scatter(*source, tier.index.layout[part], region, positions[first:last])
+                    self.mover.scatter(*source, pick(tier.index.layout, part), region, positions[first:last])
                 else:
                     copied = self._scatter_encoded(tier, part, region, positions[first:last])
                 done += copied
