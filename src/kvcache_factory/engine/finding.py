@@ -19,8 +19,6 @@ from .seen import Seen
 from .table import pick
 from .tier import Tier
 
-ASKED, HIT = Event.ASKED, Event.HIT  # Python 3.11 takes long to look up a member
-
 
 class Finding:
     """The verbs *match* and *prefetch* over the tiers of a chain."""
@@ -30,6 +28,7 @@ class Finding:
         self.flow = flow
         self.leases = leases
         self.ledger = ledger
+        self._asked = ledger.pair(MANAGER, Event.ASKED, Event.HIT)
         coders = [tier.coder for tier in tiers] + ([flow.remote.coder] if flow.remote is not None else [])
         lossy = any(coder is not None and coder.lossy for coder in coders)
         self.worst = Fidelity.BOUNDED if lossy else Fidelity.EXACT
@@ -65,7 +64,7 @@ class Finding:
                 tier.index.unpin(row)
             raise
         if counted:
-            self.ledger.add_both(MANAGER, ASKED, HIT, limit, covered)
+            self._asked.add(limit, covered)
         if counted and covered < limit:
             self.ledger.add(MANAGER, Event.MISS, limit - covered, reason=reason)
         with self.flow.stages(MANAGER, "match_lease"):
@@ -125,7 +124,7 @@ class Finding:
                 found = tier.index.match(chain, root, limit, worst, hint)
             served = max(len(found.rows) - covered, 0)
             if counted:
-                self.ledger.add_both(tier.name, ASKED, HIT, limit - covered, served, tier.block_bytes)
+                tier.asked.add(limit - covered, served, tier.block_bytes)
                 if covered + served < limit:
                     tier.count(Event.MISS, limit - covered - served, found.reason)
             reason = found.reason

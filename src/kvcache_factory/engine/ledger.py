@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from enum import StrEnum
 from operator import itemgetter
@@ -105,10 +106,11 @@ class _Notes(Generic[_N]):
     lock, so that what is appended meanwhile stays for the next time.
     """
 
-    __slots__ = ("fresh",)
+    __slots__ = ("_full", "fresh")
 
-    def __init__(self) -> None:
+    def __init__(self, full: Callable[[_Notes[Any]], None]) -> None:
         self.fresh: list[_N] = []
+        self._full = full
 
     def sum_up(self) -> None:
         """Add what is fresh to the sums."""
@@ -121,14 +123,21 @@ class _Notes(Generic[_N]):
         raise NotImplementedError
 
 
-class _Entry(_Notes[tuple[int, int]]):
-    """Blocks and bytes of one event."""
+class Entry(_Notes[tuple[int, int]]):
+    """Blocks and bytes of one event, of one tier and for one reason."""
 
     __slots__ = ("total",)
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, full: Callable[[_Notes[Any]], None]) -> None:
+        super().__init__(full)
         self.total = Total()
+
+    def add(self, blocks: int, nbytes: int) -> None:
+        """Count one event."""
+        fresh = self.fresh
+        fresh.append((blocks, nbytes))
+        if len(fresh) > MOST_FRESH:
+            self._full(self)
 
     def _add(self, some: list[tuple[int, int]]) -> None:
         times, blocks, nbytes = self.total
@@ -136,14 +145,21 @@ class _Entry(_Notes[tuple[int, int]]):
         self.total = Total(times + len(some), blocks + more_blocks, nbytes + more_bytes)
 
 
-class _Pair(_Notes[tuple[int, int, int]]):
-    """Blocks of two events, and the bytes of one block."""
+class Pair(_Notes[tuple[int, int, int]]):
+    """Blocks of two events that happen together and often, and the bytes of one block."""
 
     __slots__ = ("first", "second")
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, full: Callable[[_Notes[Any]], None]) -> None:
+        super().__init__(full)
         self.first = self.second = Total()
+
+    def add(self, first: int, second: int, block_bytes: int = 0) -> None:
+        """Count so many blocks of both."""
+        fresh = self.fresh
+        fresh.append((first, second, block_bytes))
+        if len(fresh) > MOST_FRESH:
+            self._full(self)
 
     def _add(self, some: list[tuple[int, int, int]]) -> None:
         a, b, a_bytes, b_bytes = 0, 0, 0, 0
@@ -156,14 +172,21 @@ class _Pair(_Notes[tuple[int, int, int]]):
         self.second = _sum(self.second, Total(len(some), b, b_bytes))
 
 
-class _Durations(_Notes[float]):
-    """Durations of one operation, in seconds."""
+class Durations(_Notes[float]):
+    """How long one operation of a tier took."""
 
     __slots__ = ("histogram",)
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, full: Callable[[_Notes[Any]], None]) -> None:
+        super().__init__(full)
         self.histogram = EMPTY
+
+    def add(self, seconds: float) -> None:
+        """Note that it took so many *seconds*, once."""
+        fresh = self.fresh
+        fresh.append(seconds)
+        if len(fresh) > MOST_FRESH:
+            self._full(self)
 
     def _add(self, some: list[float]) -> None:
         done = self.histogram
@@ -209,43 +232,43 @@ class Ledger:
         self.timed = timed
         self._lock = threading.RLock()  # a destructor may count inside
         self._summing = False
-        self._entries: dict[tuple[str, Event, str], _Entry] = {}
-        self._pairs: dict[tuple[str, Event, Event], _Pair] = {}
-        self._durations: dict[tuple[str, str], _Durations] = {}
+        self._entries: dict[tuple[str, Event, str], Entry] = {}
+        self._pairs: dict[tuple[str, Event, Event], Pair] = {}
+        self._durations: dict[tuple[str, str], Durations] = {}
         self._seconds: dict[tuple[str, str], tuple[int, float, float]] = {}
         self._worst: dict[tuple[str, str], float] = {}
 
     # -- counting -----------------------------------------------------------------------------------------------------
 
+    def entry(self, tier: str, event: Event, reason: str = "") -> Entry:
+        """What counts one kind of event: for those who count it in each request."""
+        key = (tier, event, reason)
+        found = self._entries.get(key)
+        return found if found is not None else self._entries.setdefault(key, Entry(self._sum_up))
+
+    def pair(self, tier: str, first: Event, second: Event) -> Pair:
+        """What counts two kinds of events that happen together, as :meth:`entry`."""
+        key = (tier, first, second)
+        found = self._pairs.get(key)
+        return found if found is not None else self._pairs.setdefault(key, Pair(self._sum_up))
+
+    def durations(self, tier: str, operation: str) -> Durations:
+        """What notes how long an *operation* takes, as :meth:`entry`."""
+        key = (tier, operation)
+        found = self._durations.get(key)
+        return found if found is not None else self._durations.setdefault(key, Durations(self._sum_up))
+
     def add(self, tier: str, event: Event, blocks: int = 0, nbytes: int = 0, reason: str = "") -> None:
         """Count one event of *blocks* blocks and *nbytes* bytes."""
-        key = (tier, event, reason)
-        entry = self._entries.get(key)
-        if entry is None:
-            entry = self._entries.setdefault(key, _Entry())
-        entry.fresh.append((blocks, nbytes))
-        if len(entry.fresh) > MOST_FRESH:
-            self._sum_up(entry)
+        self.entry(tier, event, reason).add(blocks, nbytes)
 
     def add_both(self, tier: str, first: Event, second: Event, a: int, b: int, block_bytes: int = 0) -> None:
-        """Count *a* blocks of the *first* event and *b* of the *second*, which happen together and often."""
-        key = (tier, first, second)
-        pair = self._pairs.get(key)
-        if pair is None:
-            pair = self._pairs.setdefault(key, _Pair())
-        pair.fresh.append((a, b, block_bytes))
-        if len(pair.fresh) > MOST_FRESH:
-            self._sum_up(pair)
+        """Count *a* blocks of the *first* event and *b* of the *second*, which happen together."""
+        self.pair(tier, first, second).add(a, b, block_bytes)
 
     def observe(self, tier: str, operation: str, seconds: float) -> None:
         """Note that *operation* of *tier* took so many *seconds*."""
-        key = (tier, operation)
-        spent = self._durations.get(key)
-        if spent is None:
-            spent = self._durations.setdefault(key, _Durations())
-        spent.fresh.append(seconds)
-        if len(spent.fresh) > MOST_FRESH:
-            self._sum_up(spent)
+        self.durations(tier, operation).add(seconds)
 
     def timing(self, tier: str, operation: str) -> AbstractContextManager[None]:
         """Measure what is inside, if durations are measured."""
@@ -284,7 +307,7 @@ class Ledger:
         with self._lock:
             entries, pairs = list(self._entries.items()), list(self._pairs.items())
             self._sum_up(*(entry for _, entry in entries), *(pair for _, pair in pairs))
-            totals = {key: entry.total for key, entry in entries}
+            totals = {key: entry.total for key, entry in entries if entry.total.times}
             for (tier, *events), pair in pairs:
                 for event, total in zip(events, (pair.first, pair.second), strict=True):
                     if total.blocks:
@@ -312,7 +335,7 @@ class Ledger:
         with self._lock:
             durations = sorted(self._durations.items(), key=itemgetter(0))
             self._sum_up(*(spent for _, spent in durations))
-            return {key: spent.histogram for key, spent in durations}
+            return {key: spent.histogram for key, spent in durations if spent.histogram.calls}
 
     def seconds(self) -> list[dict[str, str | int | float]]:
         """Time by verb: how many calls took how many seconds in all."""

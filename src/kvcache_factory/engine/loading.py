@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
+from time import perf_counter
 
 from ..block.plan import LoadPlan, Match, Segment
 from ..memory.region import BlockPositions, Region
@@ -16,8 +16,6 @@ from .packed import PackedTier
 from .table import Rows, pick
 from .tier import Tier
 from .values import runs
-
-LOADED = Event.LOADED  # Python 3.11 takes long to look up a member
 
 
 class Loading:
@@ -53,15 +51,16 @@ class Loading:
             tier = self.tiers[segment.tier]
             wanted = min(len(segment.rows), len(positions) - loaded)
             part = positions[loaded : loaded + wanted]
-            begun = time.perf_counter()
+            begun = perf_counter()
             if tier.store.memory is not None:
                 got = self._load_memory(segment, wanted, region, part)
             else:
                 got = self._load_stored(match, segment, wanted, region, part)
             if self.ledger.timed:
-                self.ledger.observe(tier.name, "load", time.perf_counter() - begun)
-            tier.count(LOADED, got)
-            loaded += got
+                tier.load_times.add(perf_counter() - begun)
+            if got:
+                tier.loaded.add(got, got * tier.block_bytes)
+                loaded += got
             if got < len(segment.rows):
                 break
         return loaded

@@ -70,6 +70,9 @@ class Tier:
         self.policy = policy
         self.budget_bytes = budget_bytes
         self.ledger = ledger
+        self.asked = ledger.pair(name, Event.ASKED, Event.HIT)
+        self.loaded = ledger.entry(name, Event.LOADED)
+        self.load_times = ledger.durations(name, "load")
         self._clock = clock
         self.ingestion = Ingestion.ALL
         self.hot_hits = 2
@@ -112,7 +115,7 @@ class Tier:
     def _time_lock(self) -> None:
         """Measure how long threads wait for the index, if durations are measured."""
         if self.ledger.timed:
-            self.index.time_lock(lambda seconds: self.ledger.observe(self.name, "lock_wait", seconds))
+            self.index.time_lock(self.ledger.durations(self.name, "lock_wait").add)
 
     def timing(self, operation: str) -> AbstractContextManager[None]:
         """Measure what is inside as an *operation* of this tier, if durations are measured."""
