@@ -30,6 +30,11 @@ def pick(column: npt.NDArray[_T], rows: Rows) -> npt.NDArray[_T]:
     return picked
 
 
+def pick_keys(column: Keys, rows: Rows) -> Keys:
+    """``column[rows]`` for keys ``[n, 2]``, as :func:`pick`."""
+    return pick(column.view("V16")[:, 0], rows).view(np.uint64).reshape(-1, 2)
+
+
 def first_true(mask: npt.NDArray[np.bool_]) -> int:
     """Where *mask* is true for the first time; its length where it never is.  Keeps the GIL, as argmax does not."""
     at = mask.tobytes().find(1)
@@ -351,8 +356,7 @@ class KeyCounts:
         """One holder less for each of *keys*; returns those that have none left."""
         before = self._num_free
         self._num_free = self._table.count_out(self._counts, keys, self._free, before)
-        left: Keys = self._column[self._free[before : self._num_free]]
-        return left
+        return pick_keys(self._column, self._free[before : self._num_free])
 
     def _grow(self, needed: int) -> None:
         keys, counts = self.keys, self._counts[self._counts > 0]

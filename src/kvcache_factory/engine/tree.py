@@ -26,7 +26,7 @@ import numpy.typing as npt
 
 from ..jit import kernel
 from ..policy.base import EvictionPolicy, TreeColumns
-from .table import Keys, KeyTable, Rows, pick
+from .table import Keys, KeyTable, Rows, pick, pick_keys
 
 FREE, PENDING, READY, DOOMED = 0, 1, 2, 3
 """States of a row: free, reserved but not filled, visible, hidden and waiting to be let go."""
@@ -232,7 +232,7 @@ class Tree:
         self._unused += int(np.count_nonzero(pick(self.hits, rows) == 0))
         self._table.remove(rows)
         self._release(rows)
-        return self.keys[rows]
+        return pick_keys(self.keys, rows)
 
     def _release(self, rows: Rows) -> None:
         """Let go of rows that nobody can see or holds any more."""
