@@ -124,7 +124,7 @@ class Finding:
                 found = tier.index.match(chain, root, limit, worst, hint)
             served = max(len(found.rows) - covered, 0)
             if counted:
-                tier.asked.add(limit - covered, served, tier.block_bytes)
+                tier.asked.add(limit - covered, served)
                 if covered + served < limit:
                     tier.count(Event.MISS, limit - covered - served, found.reason)
             reason = found.reason

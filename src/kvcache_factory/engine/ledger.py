@@ -34,8 +34,9 @@ BOUNDS_S = (
 """Upper bounds in seconds of the buckets of a histogram, from 10 µs to 30 s; what takes longer is in one more."""
 _BOUNDS = np.array(BOUNDS_S)
 
-MOST_FRESH = 1024
-"""Notes of one thing that are kept before they are summed up."""
+MOST_FRESH = 256
+"""Notes of one thing that are kept before they are summed up: so few that they stay in the first cache."""
+_HALF = 48
 
 _N = TypeVar("_N")
 
@@ -145,31 +146,30 @@ class Entry(_Notes[tuple[int, int]]):
         self.total = Total(times + len(some), blocks + more_blocks, nbytes + more_bytes)
 
 
-class Pair(_Notes[tuple[int, int, int]]):
-    """Blocks of two events that happen together and often, and the bytes of one block."""
+class Pair(_Notes[int]):
+    """Blocks of two events that happen together and often, and the bytes of one block.
 
-    __slots__ = ("first", "second")
+    A note is one number, the second count in its lower half, so that it takes little memory and one sum adds up both.
+    """
 
-    def __init__(self, full: Callable[[_Notes[Any]], None]) -> None:
+    __slots__ = ("_block_bytes", "first", "second")
+
+    def __init__(self, full: Callable[[_Notes[Any]], None], block_bytes: int) -> None:
         super().__init__(full)
+        self._block_bytes = block_bytes
         self.first = self.second = Total()
 
-    def add(self, first: int, second: int, block_bytes: int = 0) -> None:
-        """Count so many blocks of both."""
+    def add(self, first: int, second: int) -> None:
+        """Count so many blocks of both, less than 2^32 of each."""
         fresh = self.fresh
-        fresh.append((first, second, block_bytes))
+        fresh.append(first << _HALF | second)
         if len(fresh) > MOST_FRESH:
             self._full(self)
 
-    def _add(self, some: list[tuple[int, int, int]]) -> None:
-        a, b, a_bytes, b_bytes = 0, 0, 0, 0
-        for one, other, size in some:
-            a += one
-            b += other
-            a_bytes += one * size
-            b_bytes += other * size
-        self.first = _sum(self.first, Total(len(some), a, a_bytes))
-        self.second = _sum(self.second, Total(len(some), b, b_bytes))
+    def _add(self, some: list[int]) -> None:
+        first, second = divmod(sum(some), 1 << _HALF)
+        self.first = _sum(self.first, Total(len(some), first, first * self._block_bytes))
+        self.second = _sum(self.second, Total(len(some), second, second * self._block_bytes))
 
 
 class Durations(_Notes[float]):
@@ -233,7 +233,7 @@ class Ledger:
         self._lock = threading.RLock()  # a destructor may count inside
         self._summing = False
         self._entries: dict[tuple[str, Event, str], Entry] = {}
-        self._pairs: dict[tuple[str, Event, Event], Pair] = {}
+        self._pairs: dict[tuple[str, Event, Event, int], Pair] = {}
         self._durations: dict[tuple[str, str], Durations] = {}
         self._seconds: dict[tuple[str, str], tuple[int, float, float]] = {}
         self._worst: dict[tuple[str, str], float] = {}
@@ -246,11 +246,11 @@ class Ledger:
         found = self._entries.get(key)
         return found if found is not None else self._entries.setdefault(key, Entry(self._sum_up))
 
-    def pair(self, tier: str, first: Event, second: Event) -> Pair:
+    def pair(self, tier: str, first: Event, second: Event, block_bytes: int = 0) -> Pair:
         """What counts two kinds of events that happen together, as :meth:`entry`."""
-        key = (tier, first, second)
+        key = (tier, first, second, block_bytes)
         found = self._pairs.get(key)
-        return found if found is not None else self._pairs.setdefault(key, Pair(self._sum_up))
+        return found if found is not None else self._pairs.setdefault(key, Pair(self._sum_up, block_bytes))
 
     def durations(self, tier: str, operation: str) -> Durations:
         """What notes how long an *operation* takes, as :meth:`entry`."""
@@ -264,7 +264,7 @@ class Ledger:
 
     def add_both(self, tier: str, first: Event, second: Event, a: int, b: int, block_bytes: int = 0) -> None:
         """Count *a* blocks of the *first* event and *b* of the *second*, which happen together."""
-        self.pair(tier, first, second).add(a, b, block_bytes)
+        self.pair(tier, first, second, block_bytes).add(a, b)
 
     def observe(self, tier: str, operation: str, seconds: float) -> None:
         """Note that *operation* of *tier* took so many *seconds*."""
@@ -308,8 +308,8 @@ class Ledger:
             entries, pairs = list(self._entries.items()), list(self._pairs.items())
             self._sum_up(*(entry for _, entry in entries), *(pair for _, pair in pairs))
             totals = {key: entry.total for key, entry in entries if entry.total.times}
-            for (tier, *events), pair in pairs:
-                for event, total in zip(events, (pair.first, pair.second), strict=True):
+            for (tier, first, second, _), pair in pairs:
+                for event, total in zip((first, second), (pair.first, pair.second), strict=True):
                     if total.blocks:
                         totals[tier, event, ""] = _sum(total, totals.get((tier, event, ""), Total()))
             return totals
