@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
+from time import perf_counter
 from typing import TYPE_CHECKING
 
 from .engine.chain import TierChain
 from .engine.inside import HERE
-from .engine.ledger import MANAGER, Event, Ledger
+from .engine.ledger import MANAGER, Durations, Event, Ledger
 from .memory.agreement import Agreement
 from .observe.log import LimitedLog
 from .observe.profiling import Profiling, profile
@@ -29,6 +29,7 @@ class Context:
         self.config = config
         self.chain = chain
         self.ledger = ledger
+        self.spent = _Verbs(ledger)
         self.sessions = sessions
         self.number = number
         self.recorder: Recorder | None = None
@@ -111,6 +112,18 @@ class Context:
         self.log.warning(kind, text, verb=verb, error=type(error).__name__)
 
 
+class _Verbs(dict[str, Durations]):
+    """What notes the durations of each verb; made when it is first asked for."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        super().__init__()
+        self._ledger = ledger
+
+    def __missing__(self, verb: str) -> Durations:
+        made = self[verb] = self._ledger.durations(MANAGER, verb)
+        return made
+
+
 class Guard:
     """One verb: keeps its failures from the engine, marks the thread as inside, and measures if asked."""
 
@@ -125,7 +138,7 @@ class Guard:
     def __enter__(self) -> None:
         HERE.depth += 1
         if self._timed:
-            self._begun = time.perf_counter()
+            self._begun = perf_counter()
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
         context = self._context
@@ -134,7 +147,7 @@ class Guard:
             context.failed(self._verb, error)
         HERE.depth -= 1
         if self._timed:
-            context.ledger.observe(MANAGER, self._verb, time.perf_counter() - self._begun)
+            context.spent[self._verb].add(perf_counter() - self._begun)
         if self._catch_up and context.late:
             context.catch_up()
         return swallowed

@@ -3,6 +3,9 @@
 A kernel is one Python function with a numba signature.  Until numba has compiled it (in a warm-up thread, never at
 import) and where numba is absent or refused with ``KVCACHE_FACTORY_NO_NUMBA=1``, the kernel's fallback runs: a numpy
 function with the same arguments and the same results, or the loop itself over memoryviews.
+
+Most kernels take microseconds and keep the GIL: a thread that lets go of it hands it to whoever waits, and must then
+wait itself until that one lets go, which takes longer than such a kernel.  Those that work on payloads *yield* it.
 """
 
 from __future__ import annotations
@@ -35,10 +38,14 @@ def numba_refused() -> bool:
 class Kernel:
     """A loop over arrays that is compiled when possible; call it like the function it wraps."""
 
-    def __init__(self, signature: str, loop: Callable[..., Any], fallback: Callable[..., Any] | None) -> None:
+    def __init__(
+        self, signature: str, loop: Callable[..., Any], fallback: Callable[..., Any] | None, yields: bool = False
+    ) -> None:
         self.signature = signature
         self.loop = loop
         self.fallback = fallback
+        self.yields = yields
+        """Whether the compiled loop lets go of the GIL."""
         self.compiled: Callable[..., Any] | None = None
 
     def __call__(self, *args: Any) -> Any:
@@ -52,7 +59,7 @@ class Kernel:
     def compile(self) -> None:
         """Compile with numba; raises what numba raises."""
         if self.compiled is None:
-            self.compiled = compile_loop(self.signature, self.loop)
+            self.compiled = compile_loop(self.signature, self.loop, self.yields)
 
 
 def _viewed(argument: Any) -> Any:
@@ -61,12 +68,15 @@ def _viewed(argument: Any) -> Any:
     return memoryview(argument) if isinstance(argument, np.ndarray) else argument
 
 
-def compile_loop(signature: str, loop: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile *loop* for one *signature*, GIL-free, cached on disk where a cache can be written."""
+def compile_loop(signature: str, loop: Callable[..., Any], yields: bool) -> Callable[..., Any]:
+    """Compile *loop* for one *signature*, cached on disk where a cache can be written; it may *yield* the GIL."""
     import numba
 
-    options = {"nogil": True, "boundscheck": False}
+    options = {"nogil": yields, "boundscheck": False}
     loop = _with_compiled_helpers(loop, numba.njit(**options))
+    if not yields and isinstance(loop, FunctionType):
+        loop = _copy(loop, {})
+        loop.__qualname__ += "_holding_the_gil"  # numba's cache does not tell the two apart
     try:
         compiled: Callable[..., Any] = numba.njit(signature, cache=True, **options)(loop)
     except (RuntimeError, OSError):  # no writable cache directory: compile in every process
@@ -91,7 +101,12 @@ def _with_compiled_helpers(loop: Callable[..., Any], njit: Callable[..., Any]) -
     compiled = {name: njit(_with_compiled_helpers(function, njit)) for name, function in found.items()}
     if not compiled:
         return loop
-    copy = FunctionType(loop.__code__, {**loop.__globals__, **compiled}, loop.__name__, loop.__defaults__)
+    return _copy(loop, compiled)
+
+
+def _copy(loop: FunctionType, more: dict[str, Any]) -> FunctionType:
+    """The same function, which sees *more* globals, or others by their names."""
+    copy = FunctionType(loop.__code__, {**loop.__globals__, **more}, loop.__name__, loop.__defaults__)
     copy.__qualname__, copy.__module__ = loop.__qualname__, loop.__module__
     return copy
 
@@ -106,20 +121,25 @@ def register(made: _K) -> _K:
     return made
 
 
-def kernel(signature: str, fallback: Callable[..., Any] | None = None) -> Callable[[Callable[..., Any]], Kernel]:
-    """Turn a loop over arrays into a :class:`Kernel` with this numba *signature*."""
+def kernel(
+    signature: str, fallback: Callable[..., Any] | None = None, *, yields: bool = False
+) -> Callable[[Callable[..., Any]], Kernel]:
+    """Turn a loop over arrays into a :class:`Kernel` with this numba *signature*.
+
+    *yields*: it takes as long as a copy of a few hundred KiB or longer, and lets go of the GIL.
+    """
 
     def wrap(loop: Callable[..., Any]) -> Kernel:
-        return register(Kernel(signature, loop, fallback))
+        return register(Kernel(signature, loop, fallback, yields))
 
     return wrap
 
 
 def late_kernel(signature: str, fallback: Callable[..., Any]) -> Callable[[Callable[..., Any]], Kernel]:
-    """As :func:`kernel`, for what few processes use: compiled only after :func:`want_late`."""
+    """As :func:`kernel`, for what few processes use: compiled only after :func:`want_late`; yields the GIL."""
 
     def wrap(loop: Callable[..., Any]) -> Kernel:
-        made = Kernel(signature, loop, fallback)
+        made = Kernel(signature, loop, fallback, yields=True)
         _LATE.append(made)
         return made
 

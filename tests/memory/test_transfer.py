@@ -64,7 +64,7 @@ def test_a_loop_that_fails_its_self_test_leaves_the_numpy_path_serving(monkeypat
     """The kernel says why it does not serve, and copies go on."""
     kernel = transfer._CopyKernel()
     monkeypatch.setattr(transfer.platform, "machine", lambda: "x86_64")
-    monkeypatch.setattr(jit, "compile_loop", lambda signature, loop: lambda dst, src, size: None)
+    monkeypatch.setattr(jit, "compile_loop", lambda signature, loop, yields: lambda dst, src, size: None)
     monkeypatch.setitem(sys.modules, "kvcache_factory.memory.stream", type("Fake", (), {"SIGNATURE": "", "copy": None}))
     kernel.compile()
     assert kernel.compiled is None

@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import statistics
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
+from ..engine.ledger import Durations, Entry, Pair
 from ..memory import choose
 from . import measure
 from .l1 import MODELS, Bed, without_copying
 
 _WORKING_SET = 512 << 20
 _ROUND = 96 << 20
-COUNTING = ("add", "add_both", "observe")
+COUNTERS: tuple[type[Entry], type[Pair], type[Durations]] = (Entry, Pair, Durations)
 REPEATS = 5
 """Passes over the same gets while copies do nothing."""
 MODES = ("off", "counts", "durations")
@@ -86,18 +87,23 @@ def _gets(bed: Bed, batch: int, calls: int, mode: str, *, copying: bool) -> meas
 def counting(bed: Bed, mode: str) -> Iterator[None]:
     """Let the ledger of *bed*, whose manager measures durations, do only what *mode* says."""
     ledger, index = bed.manager.ledger, bed.manager.first_index
-    lock = index._lock
+    lock, before = index._lock, [counter.add for counter in COUNTERS]
     ledger.timed = mode == "durations"
     if mode != "durations":
         index._lock = threading.RLock()
     if mode == "off":
-        vars(ledger).update(dict.fromkeys(COUNTING, _nothing))
+        _let_add([_nothing] * len(COUNTERS))
     try:
         yield
     finally:
         ledger.timed, index._lock = True, lock
-        for name in COUNTING:
-            vars(ledger).pop(name, None)
+        _let_add(before)
+
+
+def _let_add(what: Sequence[Callable[..., None]]) -> None:
+    """Let this be what counters do."""
+    for counter, add in zip(COUNTERS, what, strict=True):
+        type.__setattr__(counter, "add", add)
 
 
 def _nothing(*_: object) -> None:

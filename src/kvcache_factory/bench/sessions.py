@@ -2,9 +2,12 @@
 
 A turn is what an adapter does for one request of a conversation: look up its chain, load what is found, give the lease
 back, and store one new block, charged to its session.  A conversation that has become long starts over, so that blocks
-leave by policy and by quota all the time.  Each round measures all numbers of threads in another order; the figure is
-the ratio to one thread in the same round.  Wall time is what counts, and what neighbours on the machine disturb; CPU
-time a turn tells what threads cost each other.
+leave by policy and by quota all the time; conversations are of all lengths at any time.  Tokens are drawn beforehand,
+as those of an engine are there when it asks.
+
+Each round measures all numbers of threads in another order; the figure is the ratio to one thread in the same round.
+Wall time is what counts, and what neighbours on the machine disturb; CPU time a turn tells what threads cost each
+other.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from .. import jit
 from ..backend import GIB, CPUBackend
@@ -31,6 +35,8 @@ SESSIONS = 200
 THREADS = (1, 2, 8, 32)
 BEGIN, MOST = 16, 64
 """Blocks of a conversation when it begins, and when it starts over."""
+_DRAWN = 1 << 14
+"""Tokens that a conversation draws at once."""
 
 
 class Talk:
@@ -41,24 +47,35 @@ class Talk:
         self._space = space
         self._region = region
         self._random = np.random.default_rng(number)
-        self.chain = self._begin()
+        self._tokens = self._draw()
+        self._starts = np.arange(MOST + 1) * space.block_tokens
+        self.chain = self._begin(int(self._random.integers(BEGIN, MOST)))
 
-    def _begin(self) -> KeyChain:
-        return self._space.chain(self._random.integers(0, 50_000, BEGIN * self._space.block_tokens))
+    def _draw(self) -> npt.NDArray[np.uint32]:
+        return self._random.integers(0, 50_000, _DRAWN, np.uint32)
+
+    def _next(self, blocks: int) -> npt.NDArray[np.uint32]:
+        """New tokens of so many blocks."""
+        count = blocks * self._space.block_tokens
+        if len(self._tokens) < count:
+            self._tokens = self._draw()
+        tokens, self._tokens = self._tokens[:count], self._tokens[count:]
+        return tokens
+
+    def _begin(self, blocks: int = BEGIN) -> KeyChain:
+        return self._space.chain(self._next(blocks))
 
     def turn(self) -> None:
         """One request."""
         space, region = self._space, self._region
-        tokens = space.block_tokens
         match = space.match(self.chain, self.name, session=self.name, reuse_hint="returns")
-        space.load(match, region, region.positions(0, np.arange(match.blocks) * tokens))
+        space.load(match, region, region.positions(0, self._starts[: match.blocks]))
         space.release(self.name)
         if self.chain.num_blocks >= MOST:
             self.chain = self._begin()
-        self.chain.extend(self._random.integers(0, 50_000, tokens))
-        starts = np.arange(match.blocks, self.chain.num_blocks) * tokens
+        self.chain.extend(self._next(1))
         if match.blocks < self.chain.num_blocks:
-            positions = region.positions(0, starts)
+            positions = region.positions(0, self._starts[match.blocks : self.chain.num_blocks])
             space.save(self.chain, region, positions, first=match.blocks, session=self.name, reuse_hint="returns")
 
 

@@ -39,8 +39,6 @@ from .table import Keys
 from .tier import Tier
 from .values import leading
 
-REUSABLE, SERVED = Event.REUSABLE, Event.SERVED  # Python 3.11 takes long to look up a member
-
 
 class Dropped(NamedTuple):
     """What was dropped, in all tiers together."""
@@ -85,6 +83,7 @@ class TierChain:
         self.flow.stages = Stages(ledger, settings.measure_stages)
         self.flow.remote = self.remote = remote
         self.ledger = ledger
+        self._history = ledger.pair(MANAGER, Event.REUSABLE, Event.SERVED)
         self.mover = mover or Mover()
         self.leases = LeaseBook(settings.lease_max_age_s, clock, self._count_expired, self._count_usage)
         self.finding = Finding(self.tiers, self.flow, self.leases, ledger)
@@ -330,7 +329,7 @@ class TierChain:
         if not usage.reusable:
             return
         served = min(usage.served, usage.found)
-        self.ledger.add_both(MANAGER, REUSABLE, SERVED, usage.reusable, served)
+        self._history.add(usage.reusable, served)
         if served == usage.reusable:
             return
         chosen = min(usage.chosen, usage.found - served)

@@ -18,9 +18,8 @@ from .lease import LeaseBook, Usage
 from .ledger import MANAGER, Event, Ledger
 from .prefetch import Prefetch
 from .seen import Seen
+from .table import pick
 from .tier import Tier
-
-ASKED, HIT = Event.ASKED, Event.HIT  # Python 3.11 takes long to look up a member
 
 
 class Finding:
@@ -31,6 +30,7 @@ class Finding:
         self.flow = flow
         self.leases = leases
         self.ledger = ledger
+        self._asked = ledger.pair(MANAGER, Event.ASKED, Event.HIT)
         coders = [tier.coder for tier in tiers] + ([flow.remote.coder] if flow.remote is not None else [])
         lossy = any(coder is not None and coder.lossy for coder in coders)
         self.worst = Fidelity.BOUNDED if lossy else Fidelity.EXACT
@@ -66,7 +66,7 @@ class Finding:
                 tier.index.unpin(row)
             raise
         if counted:
-            self.ledger.add_both(MANAGER, ASKED, HIT, limit, covered)
+            self._asked.add(limit, covered)
         if counted and covered < limit:
             self.ledger.add(MANAGER, Event.MISS, limit - covered, reason=reason)
         with self.flow.stages(MANAGER, "match_lease"):
@@ -131,12 +131,12 @@ class Finding:
                 found = tier.index.match(chain, root, limit, worst, hint)
             served = max(len(found.rows) - covered, 0)
             if counted:
-                self.ledger.add_both(tier.name, ASKED, HIT, limit - covered, served, tier.block_bytes)
+                tier.asked.add(limit - covered, served)
                 if covered + served < limit:
                     tier.count(Event.MISS, limit - covered - served, found.reason)
             reason = found.reason
             if served:
-                chain.found_fidelity = max(chain.found_fidelity, int(tier.index.fidelity[found.rows].max()))
+                chain.found_fidelity = max(chain.found_fidelity, int(pick(tier.index.fidelity, found.rows).max()))
                 segments.append(Segment(number, covered, found.rows[covered:]))
                 pins.append((tier, int(found.rows[-1])))
                 self.flow.used(number, found.rows)

@@ -8,10 +8,10 @@ from msgspec.structs import replace
 
 from ..block.envelope import Fidelity
 from ..policy.base import NO_HINT, EvictionPolicy, RequestHint
-from .record import DIFFERS, NOT_EXACT, NOT_READY, compare, publish, write
+from .record import DIFFERS, NOT_EXACT, NOT_READY, compare, publish, unchanged, write
 from .roots import Roots
-from .table import Keys, Rows
-from .tree import DOOMED, FREE, NO_KEYS, PENDING, READY, Tree, as_slice
+from .table import Keys, Rows, first_true, pick
+from .tree import DOOMED, FREE, NO_KEYS, PENDING, READY, Tree, add_one, as_slice
 from .values import NOT_ADMITTED, Chain, Found, Reservation, StoredChain
 
 _NONE: Rows = np.empty(0, np.int32)
@@ -44,7 +44,7 @@ class Index(Tree):
             found = self._find_run(chain, root, limit, worst)
             if len(found.rows):
                 self._pin(int(found.rows[-1]))
-                self.hits[as_slice(found.rows)] += 1
+                add_one(found.rows, self.hits)
                 hint = replace(hint, total_blocks=chain.num_blocks, first_block=0, tip=-1)
                 self.policy.on_request(self._clock(), found.rows, len(found.rows), hint)
             return found
@@ -114,7 +114,7 @@ class Index(Tree):
             if len(placed):
                 part = slice(start - first, start - first + len(placed))
                 # The tip may have been stored before an ancestor of it was encoded.
-                worst = int(self.fidelity[resident].max(initial=0))
+                worst = int(pick(self.fidelity, resident).max(initial=0))
                 self._attach(placed, chain, start, tip, _part(fidelity, part), _part(layout, part), worst)
             if not reason and len(placed) < end - start:
                 reason = "key_repeats"
@@ -293,7 +293,7 @@ class Index(Tree):
         start = len(known)
         rows = self._table.find(chain.keys[start:limit], leading=True)
         if len(rows) and rows[-1] < 0:
-            rows = rows[: int((rows < 0).argmax())]
+            rows = rows[: first_true(rows < 0)]
         stop = start + len(rows)
         above = int(known[-1]) if start else root
         extras, tokens = chain.extras[start:stop], chain.token_blocks[start:stop]
@@ -302,7 +302,7 @@ class Index(Tree):
         rows = rows[:good]
         if start:
             rows = np.concatenate((known, rows))
-        chain.memo[self.number] = (root, worst, rows, self.generation[rows])
+        chain.memo[self.number] = (root, worst, rows, pick(self.generation, rows))
         return Found(rows, reason)
 
     def _resident_run(
@@ -316,7 +316,7 @@ class Index(Tree):
         rows = np.concatenate((known, fresh)) if start else fresh
         if not start and (fresh < 0).all():
             return _NONE, _NONE, end
-        present = fresh[: int((fresh < 0).argmax())] if (fresh < 0).any() else fresh
+        present = fresh[: first_true(fresh < 0)]
         above = int(known[-1]) if start else root
         stop = start + len(present)
         extras, tokens = chain.extras[start:stop], chain.token_blocks[start:stop]
@@ -340,8 +340,7 @@ class Index(Tree):
         if memo is None or memo[0] != root or memo[1] > worst:
             return _NONE
         rows: Rows = memo[2][:limit]
-        changed = self.generation[as_slice(rows)] != memo[3][:limit]
-        return rows[: int(changed.argmax())] if changed.any() else rows
+        return rows[: unchanged(rows, self.generation, memo[3])]
 
     def _allocate(self, keys: Keys, tip: int, hint: RequestHint, places: int | None) -> tuple[Rows, Keys, str]:
         """Rows for the blocks of *keys*, as many leading ones as can and should have one."""
@@ -369,8 +368,7 @@ class Index(Tree):
 
     def _place(self, rows: Rows, chain: Chain, start: int) -> Rows:
         """Make reserved *rows* findable under the keys of *chain*, and give back those behind a key that repeats."""
-        self.keys[rows] = chain.keys[start : start + len(rows)]
-        placed = self._table.insert(rows)
+        placed = self._table.enter(rows, chain.keys[start : start + len(rows)])
         if placed < len(rows):
             self._release(rows[placed:])
         return rows[:placed]
@@ -387,12 +385,12 @@ class Index(Tree):
     ) -> None:
         stop = start + len(rows)
         write(self, rows, tip, start, chain.extras[start:stop], chain.token_blocks[start:stop])
-        self.layout[rows] = layout
-        self.codings[rows] = 0
+        self.layout.put(rows, layout)
+        self.codings.put(rows, 0)
         # What is computed on a lossy prefix is at most as good as that prefix.
         inherited = max(int(self.fidelity[tip]) if tip >= 0 else 0, worst)
         if isinstance(fidelity, int):
-            self.fidelity[rows] = max(fidelity, inherited)
+            self.fidelity.put(rows, max(fidelity, inherited))
         else:
             self.fidelity[rows] = np.maximum.accumulate(np.maximum(fidelity, inherited))
         if tip >= 0:

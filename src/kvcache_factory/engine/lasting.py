@@ -67,7 +67,7 @@ class LastingTier(Tier):
     def open(self, spec: BlockSpec) -> None:
         if self.codec is not None:
             self.codec.open()
-        self.block_bytes = self.store.slot_bytes(spec)
+        self._charge(self.store.slot_bytes(spec))
         self.spec = spec
         self.store.open(spec, 0)
         if self.coder is not None:  # after the store: a calibration may lie beside the blocks

@@ -7,19 +7,19 @@ metric or a test can rely on these identities:
     stored.blocks + found.blocks = held blocks + evicted.blocks + dropped.blocks    per tier
     reusable.blocks = served.blocks + recomputed.blocks                             for the manager
 
-Each thread counts in a shard of its own, so that counting takes no lock and no thread waits for another; a reader adds
-the shards up.
+Counting appends to a list, which takes no lock: no thread waits for another.  A list that has become long is summed up,
+and so are all of them when somebody reads.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from enum import StrEnum
-from typing import Any, NamedTuple
+from operator import itemgetter
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -34,8 +34,11 @@ BOUNDS_S = (
 """Upper bounds in seconds of the buckets of a histogram, from 10 µs to 30 s; what takes longer is in one more."""
 _BOUNDS = np.array(BOUNDS_S)
 
-MOST_FRESH = 1024
-"""Durations of one operation that a thread keeps before it puts them into buckets."""
+MOST_FRESH = 256
+"""Notes of one thing that are kept before they are summed up: so few that they stay in the first cache."""
+_HALF = 48
+
+_N = TypeVar("_N")
 
 
 class Event(StrEnum):
@@ -94,83 +97,106 @@ class Histogram(NamedTuple):
     """One more than :data:`BOUNDS_S`, not cumulated."""
 
 
-class Durations:
-    """Durations of one operation in one thread: the newest as they are, the others by bucket."""
-
-    __slots__ = ("_sorted", "fresh")
-
-    def __init__(self) -> None:
-        self.fresh: list[float] = []
-        # One object with the list that belongs to it, replaced as a whole: a reader sees all before or all after.
-        self._sorted: tuple[Histogram, list[float]] = (EMPTY, self.fresh)
-
-    def sort_in(self) -> None:
-        """Put the newest durations into their buckets; only the thread that adds them may."""
-        histogram = self.histogram()
-        self.fresh = []
-        self._sorted = (histogram, self.fresh)
-
-    def histogram(self) -> Histogram:
-        """All durations by bucket."""
-        done, fresh = self._sorted
-        seconds = list(fresh)
-        if not seconds:
-            return done
-        fallen = np.bincount(np.searchsorted(_BOUNDS, seconds), minlength=len(done.buckets)).tolist()
-        buckets = tuple(before + more for before, more in zip(done.buckets, fallen, strict=True))
-        return Histogram(done.calls + len(seconds), done.sum_s + sum(seconds), buckets)
-
-    def absorb(self, other: Durations) -> None:
-        """Add what *other* holds."""
-        mine, more = self.histogram(), other.histogram()
-        buckets = tuple(a + b for a, b in zip(mine.buckets, more.buckets, strict=True))
-        self.fresh = []
-        self._sorted = (Histogram(mine.calls + more.calls, mine.sum_s + more.sum_s, buckets), self.fresh)
-
-
 EMPTY = Histogram(0, 0.0, (0,) * (len(BOUNDS_S) + 1))
 
 
-class _Shard:
-    """Sums of one thread, or of threads that have ended."""
+class _Notes(Generic[_N]):
+    """What was noted of one thing since it was last summed up.
 
-    __slots__ = ("__weakref__", "durations", "pairs", "seconds", "totals", "worst")
+    Any thread appends, which is one step that no other can divide.  Only the ledger takes from the front, under its
+    lock, so that what is appended meanwhile stays for the next time.
+    """
 
-    def __init__(self) -> None:
-        self.totals: dict[tuple[str, Event, str], list[int]] = {}
-        self.pairs: dict[tuple[str, Event, Event], list[int]] = {}  # times, then blocks and bytes of both
-        self.durations: dict[tuple[str, str], Durations] = {}
-        self.seconds: dict[tuple[str, str], list[float]] = {}
-        self.worst: dict[tuple[str, str], float] = {}
+    __slots__ = ("_full", "fresh")
 
-    def absorb(self, other: _Shard) -> None:
-        """Add what *other* holds."""
-        ours: tuple[dict[Any, list[Any]], ...] = (self.totals, self.pairs, self.seconds)
-        theirs: tuple[dict[Any, list[Any]], ...] = (other.totals, other.pairs, other.seconds)
-        for mine, more in zip(ours, theirs, strict=True):
-            for key, amounts in list(more.items()):
-                known = mine.get(key)
-                mine[key] = list(amounts) if known is None else [a + b for a, b in zip(known, amounts, strict=True)]
-        for key, durations in list(other.durations.items()):
-            self.durations.setdefault(key, Durations()).absorb(durations)
-        for key, value in list(other.worst.items()):
-            self.worst[key] = max(value, self.worst.get(key, value))
+    def __init__(self, full: Callable[[_Notes[Any]], None]) -> None:
+        self.fresh: list[_N] = []
+        self._full = full
 
-    def resolve(self) -> None:
-        """Make pairs what they stand for."""
-        for (tier, first, second), (times, a, a_bytes, b, b_bytes) in self.pairs.items():
-            for event, blocks, nbytes in ((first, a, a_bytes), (second, b, b_bytes)):
-                if blocks:
-                    total = self.totals.setdefault((tier, event, ""), [0, 0, 0])
-                    total[:] = [total[0] + times, total[1] + blocks, total[2] + nbytes]
-        self.pairs.clear()
+    def sum_up(self) -> None:
+        """Add what is fresh to the sums."""
+        some = self.fresh[:]
+        if some:
+            self._add(some)
+            del self.fresh[: len(some)]
+
+    def _add(self, some: list[_N]) -> None:
+        raise NotImplementedError
 
 
-class _Mine(threading.local):
-    """The shard of the thread that looks."""
+class Entry(_Notes[tuple[int, int]]):
+    """Blocks and bytes of one event, of one tier and for one reason."""
 
-    def __init__(self, enrol: Callable[[], _Shard]) -> None:
-        self.shard = enrol()
+    __slots__ = ("total",)
+
+    def __init__(self, full: Callable[[_Notes[Any]], None]) -> None:
+        super().__init__(full)
+        self.total = Total()
+
+    def add(self, blocks: int, nbytes: int) -> None:
+        """Count one event."""
+        fresh = self.fresh
+        fresh.append((blocks, nbytes))
+        if len(fresh) > MOST_FRESH:
+            self._full(self)
+
+    def _add(self, some: list[tuple[int, int]]) -> None:
+        times, blocks, nbytes = self.total
+        more_blocks, more_bytes = map(sum, zip(*some, strict=True))
+        self.total = Total(times + len(some), blocks + more_blocks, nbytes + more_bytes)
+
+
+class Pair(_Notes[int]):
+    """Blocks of two events that happen together and often, and the bytes of one block.
+
+    A note is one number, the second count in its lower half, so that it takes little memory and one sum adds up both.
+    """
+
+    __slots__ = ("_block_bytes", "first", "second")
+
+    def __init__(self, full: Callable[[_Notes[Any]], None], block_bytes: int) -> None:
+        super().__init__(full)
+        self._block_bytes = block_bytes
+        self.first = self.second = Total()
+
+    def add(self, first: int, second: int) -> None:
+        """Count so many blocks of both, less than 2^32 of each."""
+        fresh = self.fresh
+        fresh.append(first << _HALF | second)
+        if len(fresh) > MOST_FRESH:
+            self._full(self)
+
+    def _add(self, some: list[int]) -> None:
+        first, second = divmod(sum(some), 1 << _HALF)
+        self.first = _sum(self.first, Total(len(some), first, first * self._block_bytes))
+        self.second = _sum(self.second, Total(len(some), second, second * self._block_bytes))
+
+
+class Durations(_Notes[float]):
+    """How long one operation of a tier took."""
+
+    __slots__ = ("histogram",)
+
+    def __init__(self, full: Callable[[_Notes[Any]], None]) -> None:
+        super().__init__(full)
+        self.histogram = EMPTY
+
+    def add(self, seconds: float) -> None:
+        """Note that it took so many *seconds*, once."""
+        fresh = self.fresh
+        fresh.append(seconds)
+        if len(fresh) > MOST_FRESH:
+            self._full(self)
+
+    def _add(self, some: list[float]) -> None:
+        done = self.histogram
+        fallen = np.bincount(np.searchsorted(_BOUNDS, some), minlength=len(done.buckets)).tolist()
+        buckets = tuple(before + more for before, more in zip(done.buckets, fallen, strict=True))
+        self.histogram = Histogram(done.calls + len(some), done.sum_s + sum(some), buckets)
+
+
+def _sum(one: Total, other: Total) -> Total:
+    return Total(one.times + other.times, one.blocks + other.blocks, one.nbytes + other.nbytes)
 
 
 class Timing:
@@ -204,62 +230,45 @@ class Ledger:
 
     def __init__(self, timed: bool = True) -> None:
         self.timed = timed
-        self._lock = threading.RLock()
-        self._shards: list[tuple[weakref.ref[threading.Thread], _Shard]] = []
-        self._ended = _Shard()
-        self._mine = _Mine(self._enrol)
-
-    def _enrol(self) -> _Shard:
-        """A shard for this thread; those of threads that have ended become one, so that they cannot pile up."""
-        shard, living = _Shard(), []
-        with self._lock:
-            for owner, theirs in self._shards:
-                thread = owner()
-                if thread is None or not thread.is_alive():
-                    self._ended.absorb(theirs)
-                else:
-                    living.append((owner, theirs))
-            self._shards = [*living, (weakref.ref(threading.current_thread()), shard)]
-        return shard
+        self._lock = threading.RLock()  # a destructor may count inside
+        self._summing = False
+        self._entries: dict[tuple[str, Event, str], Entry] = {}
+        self._pairs: dict[tuple[str, Event, Event, int], Pair] = {}
+        self._durations: dict[tuple[str, str], Durations] = {}
+        self._seconds: dict[tuple[str, str], tuple[int, float, float]] = {}
+        self._worst: dict[tuple[str, str], float] = {}
 
     # -- counting -----------------------------------------------------------------------------------------------------
 
+    def entry(self, tier: str, event: Event, reason: str = "") -> Entry:
+        """What counts one kind of event: for those who count it in each request."""
+        key = (tier, event, reason)
+        found = self._entries.get(key)
+        return found if found is not None else self._entries.setdefault(key, Entry(self._sum_up))
+
+    def pair(self, tier: str, first: Event, second: Event, block_bytes: int = 0) -> Pair:
+        """What counts two kinds of events that happen together, as :meth:`entry`."""
+        key = (tier, first, second, block_bytes)
+        found = self._pairs.get(key)
+        return found if found is not None else self._pairs.setdefault(key, Pair(self._sum_up, block_bytes))
+
+    def durations(self, tier: str, operation: str) -> Durations:
+        """What notes how long an *operation* takes, as :meth:`entry`."""
+        key = (tier, operation)
+        found = self._durations.get(key)
+        return found if found is not None else self._durations.setdefault(key, Durations(self._sum_up))
+
     def add(self, tier: str, event: Event, blocks: int = 0, nbytes: int = 0, reason: str = "") -> None:
         """Count one event of *blocks* blocks and *nbytes* bytes."""
-        totals = self._mine.shard.totals
-        key = (tier, event, reason)
-        total = totals.get(key)
-        if total is None:
-            total = totals.setdefault(key, [0, 0, 0])
-        total[0] += 1
-        total[1] += blocks
-        total[2] += nbytes
+        self.entry(tier, event, reason).add(blocks, nbytes)
 
     def add_both(self, tier: str, first: Event, second: Event, a: int, b: int, block_bytes: int = 0) -> None:
-        """Count *a* blocks of the *first* event and *b* of the *second*, which happen together and often."""
-        pairs = self._mine.shard.pairs
-        key = (tier, first, second)
-        pair = pairs.get(key)
-        if pair is None:
-            pair = pairs.setdefault(key, [0] * 5)
-        pair[0] += 1
-        pair[1] += a
-        pair[3] += b
-        if block_bytes:
-            pair[2] += a * block_bytes
-            pair[4] += b * block_bytes
+        """Count *a* blocks of the *first* event and *b* of the *second*, which happen together."""
+        self.pair(tier, first, second, block_bytes).add(a, b)
 
     def observe(self, tier: str, operation: str, seconds: float) -> None:
         """Note that *operation* of *tier* took so many *seconds*."""
-        durations = self._mine.shard.durations
-        key = (tier, operation)
-        spent = durations.get(key)
-        if spent is None:
-            spent = durations.setdefault(key, Durations())
-        fresh = spent.fresh
-        fresh.append(seconds)
-        if len(fresh) > MOST_FRESH:
-            spent.sort_in()
+        self.durations(tier, operation).add(seconds)
 
     def timing(self, tier: str, operation: str) -> AbstractContextManager[None]:
         """Measure what is inside, if durations are measured."""
@@ -271,34 +280,45 @@ class Ledger:
 
     def compare(self, kind: str, predicted_s: float, actual_s: float) -> None:
         """Note how long a *kind* of work (``load``, ``recompute``) was predicted to take, and took."""
-        seconds = self._mine.shard.seconds
-        sums = seconds.setdefault((MANAGER, kind), [0, 0.0, 0.0])
-        sums[0] += 1
-        sums[1] += predicted_s
-        sums[2] += actual_s
+        with self._lock:
+            times, predicted, actual = self._seconds.get((MANAGER, kind), (0, 0.0, 0.0))
+            self._seconds[MANAGER, kind] = times + 1, predicted + predicted_s, actual + actual_s
 
     def note_worst(self, tier: str, name: str, value: float) -> None:
         """Keep the largest *value* of this *name*, such as the relative error of a codec."""
-        worst = self._mine.shard.worst
-        worst[tier, name] = max(value, worst.get((tier, name), value))
+        with self._lock:
+            self._worst[tier, name] = max(value, self._worst.get((tier, name), value))
+
+    def _sum_up(self, *notes: _Notes[Any]) -> None:
+        with self._lock:
+            if self._summing:  # a destructor, in the middle of it: what it has noted is in the next sum
+                return
+            self._summing = True
+            try:
+                for some in notes:
+                    some.sum_up()
+            finally:
+                self._summing = False
 
     # -- reading ------------------------------------------------------------------------------------------------------
 
-    def _all(self) -> _Shard:
-        """Everything that was counted so far, in one shard of the caller's."""
-        together = _Shard()
+    def _totals(self) -> dict[tuple[str, Event, str], Total]:
+        """Everything that was counted so far."""
         with self._lock:
-            together.absorb(self._ended)
-            for _, shard in self._shards:
-                together.absorb(shard)
-        together.resolve()
-        return together
+            entries, pairs = list(self._entries.items()), list(self._pairs.items())
+            self._sum_up(*(entry for _, entry in entries), *(pair for _, pair in pairs))
+            totals = {key: entry.total for key, entry in entries if entry.total.times}
+            for (tier, first, second, _), pair in pairs:
+                for event, total in zip((first, second), (pair.first, pair.second), strict=True):
+                    if total.blocks:
+                        totals[tier, event, ""] = _sum(total, totals.get((tier, event, ""), Total()))
+            return totals
 
     def total(self, event: Event, tier: str | None = None, reason: str | None = None) -> Total:
         """Sum over all entries of *event* that match."""
         picked = [
             total
-            for (t, e, r), total in self._all().totals.items()
+            for (t, e, r), total in self._totals().items()
             if e == event and tier in (None, t) and reason in (None, r)
         ]
         return Total(*(sum(column) for column in zip(*picked, strict=True))) if picked else Total()
@@ -307,12 +327,15 @@ class Ledger:
         """Every entry as a flat row, sorted."""
         return [
             {"tier": tier, "event": event.value, "reason": reason, "times": n, "blocks": blocks, "bytes": nbytes}
-            for (tier, event, reason), (n, blocks, nbytes) in sorted(self._all().totals.items())
+            for (tier, event, reason), (n, blocks, nbytes) in sorted(self._totals().items())
         ]
 
     def histograms(self) -> dict[tuple[str, str], Histogram]:
         """Durations by tier and operation, sorted."""
-        return {key: spent.histogram() for key, spent in sorted(self._all().durations.items())}
+        with self._lock:
+            durations = sorted(self._durations.items(), key=itemgetter(0))
+            self._sum_up(*(spent for _, spent in durations))
+            return {key: spent.histogram for key, spent in durations if spent.histogram.calls}
 
     def seconds(self) -> list[dict[str, str | int | float]]:
         """Time by verb: how many calls took how many seconds in all."""
@@ -324,11 +347,15 @@ class Ledger:
 
     def comparisons(self) -> list[dict[str, str | int | float]]:
         """By kind of work: how often it was predicted, how long it should have taken and took."""
+        with self._lock:
+            sums = sorted(self._seconds.items())
         return [
-            {"kind": kind, "times": int(times), "predicted_s": predicted, "actual_s": actual}
-            for (_, kind), (times, predicted, actual) in sorted(self._all().seconds.items())
+            {"kind": kind, "times": times, "predicted_s": predicted, "actual_s": actual}
+            for (_, kind), (times, predicted, actual) in sums
         ]
 
     def worst(self) -> list[dict[str, str | float]]:
         """The largest value of each name that was noted."""
-        return [{"tier": t, "name": name, "value": value} for (t, name), value in sorted(self._all().worst.items())]
+        with self._lock:
+            worst = sorted(self._worst.items())
+        return [{"tier": tier, "name": name, "value": value} for (tier, name), value in worst]

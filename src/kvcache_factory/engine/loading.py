@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
+from time import perf_counter
 
 from msgspec.structs import replace
 
@@ -14,11 +14,9 @@ from .flow import Flow
 from .lease import LeaseBook
 from .ledger import MANAGER, Event, Ledger
 from .mover import Mover
-from .table import Rows
+from .table import Rows, pick
 from .tier import Tier
 from .values import leading, runs
-
-LOADED = Event.LOADED  # Python 3.11 takes long to look up a member
 
 
 class Loading:
@@ -56,16 +54,17 @@ class Loading:
             tier = self.tiers[segment.tier]
             wanted = min(len(segment.rows), len(positions) - loaded)
             part = positions[loaded : loaded + wanted]
-            begun = time.perf_counter()
+            begun = perf_counter()
             if tier.store.memory is not None:
                 got = self._load_memory(match, segment, wanted, region, part)
             else:
                 rows = segment.rows[:wanted]
                 got = self._load_fetched(match, segment.tier, segment.first, rows, region, part)
             if self.ledger.timed:
-                self.ledger.observe(tier.name, "load", time.perf_counter() - begun)
-            tier.count(LOADED, got)
-            loaded += got
+                tier.load_times.add(perf_counter() - begun)
+            if got:
+                tier.loaded.add(got, got * tier.block_bytes)
+                loaded += got
             if got < len(segment.rows):
                 break
         return loaded
@@ -94,7 +93,7 @@ class Loading:
             if ready:
                 with self.flow.stages(tier.name, "load_copy"):
                     source = tier.slots, tier.payload_offset, tier.slots_of(rows)
-                    self.mover.scatter(*source, tier.index.layout[rows], region, part)
+                    self.mover.scatter(*source, pick(tier.index.layout, rows), region, part)
                 copied = last - first
             else:
                 copied = self._load_fetched(match, segment.tier, segment.first + first, rows, region, part)

@@ -58,7 +58,7 @@ class PackedTier(Tier):
         self.store.open(spec, slots)
         self._index = MovableIndex(rows, spec.block_tokens, self.policy, self._clock, deferred=True)
         self.spec = spec
-        self.block_bytes = slot + books
+        self._charge(slot + books)
         self._books = books
         self._slot_bytes = slot
         self._slab_slots = slots

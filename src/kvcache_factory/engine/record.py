@@ -177,6 +177,20 @@ def _publish(rows: Any, state: Any, busy: Any) -> bool:
     return whole
 
 
+def _unchanged_numpy(rows: Any, generation: Any, known: Any) -> int:
+    changed = generation[as_slice(rows)] != known[: len(rows)]
+    return int(changed.argmax()) if changed.any() else len(rows)
+
+
+@kernel("i8(i4[::1], u4[::1], u4[::1])", fallback=_unchanged_numpy)
+def unchanged(rows: Any, generation: Any, known: Any) -> int:
+    """How many leading *rows* are still of the generation that is *known* of them."""
+    for i in range(len(rows)):
+        if generation[rows[i]] != known[i]:
+            return i
+    return len(rows)
+
+
 def write(tree: Tree, rows: Rows, tip: int, start: int, extras: Keys, tokens: Any) -> None:
     """Fill the columns of reserved *rows*, which hold the blocks from number *start* on of a chain below *tip*."""
     counts = (tree.parent, tree.depth, tree.children, tree.state, tree.busy, tree.hits, tree.wipe, tree.checksum)

@@ -6,7 +6,7 @@ import threading
 
 import numpy as np
 
-from .table import Keys, KeyTable, Rows
+from .table import KeyRing, Keys
 
 PER_BLOCK = 4
 """Keys remembered for each block that there is room for."""
@@ -16,8 +16,8 @@ LEAST, MOST = 1 << 14, 1 << 21
 class Seen:
     """Remembers at least the last *capacity* ``// 2`` different keys, exactly; thread-safe.
 
-    Keys lie in a ring, the newest takes the place of the oldest.  One that is seen again moves to the front only when
-    it has grown old, since most are seen twice within a request: when they are asked for and when they are saved.
+    One that is seen again moves to the front only when it has grown old, since most are seen twice within a request:
+    when they are asked for and when they are saved.
 
     Parameters
     ----------
@@ -33,10 +33,7 @@ class Seen:
         self._empty()
 
     def _empty(self) -> None:
-        self._keys = np.zeros((self.capacity, 2), np.uint64)
-        self._taken = np.zeros(self.capacity, np.bool_)
-        self._table = KeyTable(self._keys)
-        self._next = 0
+        self._ring = KeyRing(self.capacity)
 
     def leading(self, keys: Keys) -> int:
         """How many leading *keys* ``[n, 2]`` of a chain were seen before; all of them are from now on.
@@ -44,32 +41,15 @@ class Seen:
         A key stands for all the tokens before it, so whoever has seen it has seen those before it in the chain.
         """
         with self._lock:
-            known = np.flatnonzero(self._note(keys) >= 0)
+            known = np.flatnonzero(self._ring.note(keys) >= 0)
         return int(known[-1]) + 1 if len(known) else 0
 
     def add(self, keys: Keys) -> None:
         """Remember *keys* ``[n, 2]`` of a chain."""
         with self._lock:
-            self._note(keys)
+            self._ring.note(keys)
 
     def clear(self) -> None:
         """Forget everything."""
         with self._lock:
             self._empty()
-
-    def _note(self, keys: Keys) -> Rows:
-        """Remember *keys*; where each was before, -1 for those that are new."""
-        found = self._table.find(keys)
-        old = (found >= 0) & ((self._next - 1 - found) % self.capacity >= self.capacity // 2)
-        self._leave(found[old])
-        coming = keys[(found < 0) | old][-self.capacity :]
-        places = ((self._next + np.arange(len(coming))) % self.capacity).astype(np.int32)
-        self._leave(places[self._taken[places]])
-        self._keys[places] = coming
-        self._taken[places[: self._table.insert(places)]] = True  # a collision within the chain ends it
-        self._next = (self._next + len(coming)) % self.capacity
-        return found
-
-    def _leave(self, places: Rows) -> None:
-        self._table.remove(places)
-        self._taken[places] = False

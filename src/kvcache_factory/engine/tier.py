@@ -70,6 +70,8 @@ class Tier:
         self.policy = policy
         self.budget_bytes = budget_bytes
         self.ledger = ledger
+        self.loaded = ledger.entry(name, Event.LOADED)
+        self.load_times = ledger.durations(name, "load")
         self._clock = clock
         self.ingestion = Ingestion.ALL
         self.hot_hits = 2
@@ -89,7 +91,7 @@ class Tier:
         self.gate: Callable[[Tier, Keys], AbstractContextManager[int]] | None = None
         """Says how many leading blocks of a chain may come in, for as long as the context is open; None: all."""
         self._index: Index | None = None
-        self.block_bytes = 0
+        self._charge(0)
 
     def open(self, spec: BlockSpec) -> None:
         """Allocate slots and index for blocks of *spec*; CapacityError when not one block fits."""
@@ -107,12 +109,17 @@ class Tier:
         self._index = Index(rows, spec.block_tokens, self.policy, self._clock)
         self._time_lock()
         self.spec = spec
-        self.block_bytes = per_row
+        self._charge(per_row)
+
+    def _charge(self, block_bytes: int) -> None:
+        """A block takes so many bytes, overhead included."""
+        self.block_bytes = block_bytes
+        self.asked = self.ledger.pair(self.name, Event.ASKED, Event.HIT, block_bytes)
 
     def _time_lock(self) -> None:
         """Measure how long threads wait for the index, if durations are measured."""
         if self.ledger.timed:
-            self.index.time_lock(lambda seconds: self.ledger.observe(self.name, "lock_wait", seconds))
+            self.index.time_lock(self.ledger.durations(self.name, "lock_wait").add)
 
     def timing(self, operation: str) -> AbstractContextManager[None]:
         """Measure what is inside as an *operation* of this tier, if durations are measured."""

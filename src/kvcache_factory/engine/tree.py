@@ -26,7 +26,7 @@ import numpy.typing as npt
 
 from ..jit import kernel
 from ..policy.base import EvictionPolicy, TreeColumns
-from .table import Keys, KeyTable, Rows
+from .table import Keys, KeyTable, Rows, pick, pick_keys
 
 FREE, PENDING, READY, DOOMED = 0, 1, 2, 3
 """States of a row: free, reserved but not filled, visible, hidden and waiting to be let go."""
@@ -51,6 +51,17 @@ def _unlink_run(parent: Any, children: Any, pins: Any, state: Any, stamps: Any, 
             out[count] = above
             return count
         row = above
+
+
+def _add_one_numpy(rows: Any, counts: Any) -> None:
+    counts[as_slice(rows)] += 1
+
+
+@kernel("void(i4[::1], u4[::1])", fallback=_add_one_numpy)
+def add_one(rows: Any, counts: Any) -> None:
+    """One more in *counts* for each of *rows*, which are distinct."""
+    for i in range(len(rows)):
+        counts[rows[i]] += 1
 
 
 class WaitingLock(_thread.RLock):  # type: ignore[misc]  # final in the stubs only
@@ -218,15 +229,15 @@ class Tree:
     def _let_go(self, unlinked: list[int]) -> Keys:
         """Free rows that were taken out of the tree; returns their keys."""
         rows = np.array(unlinked, np.int32)
-        self._unused += int(np.count_nonzero(self.hits[rows] == 0))
+        self._unused += int(np.count_nonzero(pick(self.hits, rows) == 0))
         self._table.remove(rows)
         self._release(rows)
-        return self.keys[rows]
+        return pick_keys(self.keys, rows)
 
     def _release(self, rows: Rows) -> None:
         """Let go of rows that nobody can see or holds any more."""
-        self.state[rows] = FREE
-        self.generation[rows] += 1
+        self.state.put(rows, FREE)
+        add_one(rows, self.generation)
         self._live -= len(rows)
         if self.deferred and len(rows):
             self._limbo.append(rows)

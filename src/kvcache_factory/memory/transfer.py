@@ -25,7 +25,9 @@ PATHS = ("numba", "numpy")
 
 _FORCED: list[str] = []
 _TINY = 1024  # bytes; for smaller pieces one Python step per piece costs more than staging them all
-_LARGE = 256 << 10  # bytes; longer copies let go of the GIL
+_LARGE = (
+    256 << 10
+)  # bytes; longer copies let go of the GIL: what takes 25 µs is over before another thread has woken up
 _STAGE = 64 << 10  # bytes; stays in the first two caches
 
 
@@ -69,6 +71,8 @@ class _CopyKernel(jit.Kernel):
 
     def __init__(self) -> None:
         super().__init__("", _copy_numpy, _copy_numpy)
+        self.short: Callable[..., Any] | None = None
+        """The same loop for short batches: it keeps the GIL."""
         self.reason = "not compiled yet"
         self._lock = threading.Lock()
         self._rejected = False
@@ -83,9 +87,9 @@ class _CopyKernel(jit.Kernel):
                 return
             from . import stream
 
-            candidate = jit.compile_loop(stream.SIGNATURE, stream.copy)
-            if agrees_with_slices(candidate):
-                self.compiled, self.reason = candidate, "compiled and tested"
+            long, short = (jit.compile_loop(stream.SIGNATURE, stream.copy, yields) for yields in (True, False))
+            if agrees_with_slices(long) and agrees_with_slices(short):
+                self.short, self.compiled, self.reason = short, long, "compiled and tested"
             else:
                 self._rejected, self.reason = True, "the compiled loop failed its self-test"
 
@@ -116,13 +120,16 @@ def copy_batch(dst: Addresses, src: Addresses, size: Addresses) -> None:
     """Copy ``size[i]`` bytes from address ``src[i]`` to address ``dst[i]`` for all i.
 
     All three are uint64 [n], in bytes; any size and alignment.  Pieces must not overlap one another.  The caller keeps
-    the memory alive; the GIL is released while bytes move.
+    the memory alive.  The GIL is released while many bytes move.
     """
     dst, src, size = (np.ascontiguousarray(c, np.uint64) for c in (dst, src, size))
     assert dst.shape == src.shape == size.shape == (len(dst),), "dst, src and size must be 1-D, of one length"
     compiled = _KERNEL.compiled
     if compiled is None or (_FORCED and _FORCED[-1] == "numpy"):
         _copy_numpy(dst, src, size)
+    elif len(size) and len(size) * int(size[0]) < _LARGE:  # pieces of one batch are about as large as each other
+        assert _KERNEL.short is not None
+        _KERNEL.short(dst, src, size)
     else:
         compiled(dst, src, size)
 

@@ -50,6 +50,7 @@ def _count_numpy(ring: Any, now: float, edges: Any, used: Any, risk: Any, used_c
 @kernel(
     "void(f8[:,::1], f8, f8[::1], f8[:,::1], f8[:,::1], f8[:,::1], f8[:,::1])",
     fallback=_count_numpy,
+    yields=True,
 )
 def _count(ring: Any, now: Any, edges: Any, used: Any, risk: Any, used_coarse: Any, risk_coarse: Any) -> None:
     """Weights of spells by class and age: of those that ended with a use there, and of those that came that far."""
@@ -91,7 +92,7 @@ def _gittins_numpy(hazard: Any, widths: Any, out: Any) -> None:
             np.maximum(out[:, first], reached / spent, out=out[:, first])
 
 
-@kernel("void(f8[:,::1], f8[::1], f8[:,::1])", fallback=_gittins_numpy)
+@kernel("void(f8[:,::1], f8[::1], f8[:,::1])", fallback=_gittins_numpy, yields=True)
 def _gittins(hazard: Any, widths: Any, out: Any) -> None:
     """Index of each class at each age, from its hazards."""
     for c in range(len(hazard)):

@@ -141,11 +141,11 @@ class LRUEvictionPolicy(StampOrderPolicy):
     def on_request(self, now: float, rows: Rows, hit_len: int, hint: RequestHint) -> None:
         tick = self._tick(now)
         if hint.reuse == "unknown":
-            self._stamp[rows] = tick
+            self._stamp.put(rows, tick)
         elif hint.reuse == "ended":
             self._restamp(rows, tick - _LONG_AGO)
         else:
-            self._stamp[rows] = tick + self._age_at_exit
+            self._stamp.put(rows, tick + self._age_at_exit)
 
     def next_victim(self) -> int:
         row = super().next_victim()
@@ -160,7 +160,7 @@ class FIFOEvictionPolicy(StampOrderPolicy):
     name: ClassVar[str] = "fifo"
 
     def on_request(self, now: float, rows: Rows, hit_len: int, hint: RequestHint) -> None:
-        self._stamp[rows[hit_len:]] = self._tick(now)
+        self._stamp.put(rows[hit_len:], self._tick(now))
 
 
 class LFUEvictionPolicy(StampOrderPolicy):

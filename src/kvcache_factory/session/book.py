@@ -219,8 +219,7 @@ class SessionBook:
             session.stamp += 1
             if storing:
                 session.storing.add(session.stamp)
-            session.held.use(keys, session.stamp)
-            if session.held.knows(keys).all():
+            if session.held.use(keys, session.stamp) == len(keys):
                 return Charge(session, len(keys), NO_KEYS, session.stamp)
             return self._charge_new(session, keys, holds, also)
 

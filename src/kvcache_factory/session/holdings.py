@@ -3,15 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from ..engine.table import KeyCounts, Keys
+from ..jit import kernel
 from .settings import Size
 
 GIB = 1 << 30
 UNLIMITED = 1 << 62
+
+
+@kernel("i8(i4[::1], i8, i8[::1], i8[::1])")
+def _use(rows: Any, stamp: Any, stamps: Any, depths: Any) -> int:
+    held = 0
+    for i in range(len(rows)):
+        if rows[i] >= 0:
+            held += 1
+            stamps[rows[i]] = stamp
+            depths[rows[i]] = i
+    return held
 
 
 class References(KeyCounts):
@@ -28,12 +41,9 @@ class References(KeyCounts):
         super()._grow(needed)
         self._stamps[: len(stamps)], self._depths[: len(depths)] = stamps, depths
 
-    def use(self, keys: Keys, stamp: int) -> None:
-        """Request number *stamp* uses the chain of *keys*; those that are not referenced are passed over."""
-        rows = self._table.find(keys)
-        held = rows >= 0
-        self._stamps[rows[held]] = stamp
-        self._depths[rows[held]] = np.flatnonzero(held)
+    def use(self, keys: Keys, stamp: int) -> int:
+        """Request number *stamp* uses the chain of *keys*; returns how many are referenced, the rest is passed over."""
+        return int(_use(self._table.find(keys), stamp, self._stamps, self._depths))
 
     def oldest(self, before: int) -> Keys:
         """Keys ``[n, 2]`` that no request from number *before* on used: the longest unused first, ends before roots.
@@ -87,5 +97,8 @@ class Group:
 
 def leading_that_fit(held: KeyCounts, keys: Keys, room: int) -> int:
     """How many leading *keys* can be added to *held* when at most *room* of them may be new."""
-    new: npt.NDArray[np.int64] = np.cumsum(~held.knows(keys))
-    return int(np.searchsorted(new, room, side="right"))
+    new = ~held.knows(keys)
+    if np.count_nonzero(new) <= room:
+        return len(keys)
+    counted: npt.NDArray[np.int64] = np.cumsum(new)
+    return int(np.searchsorted(counted, room, side="right"))

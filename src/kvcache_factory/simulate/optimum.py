@@ -59,7 +59,7 @@ def _put_in(rank: Any, heap: Any, place: Any, node: Any, size: Any) -> Any:
     return size + 1
 
 
-@kernel("i8(i4[::1], i8[::1], i4[::1], i4[::1], i4[::1], i8, i8[::1], i4[::1], i4[::1], i4[::1], b1[::1])")
+@kernel("i8(i4[::1], i8[::1], i4[::1], i4[::1], i4[::1], i8, i8[::1], i4[::1], i4[::1], i4[::1], b1[::1])", yields=True)
 def _optimum(
     nodes: Any,
     offsets: Any,

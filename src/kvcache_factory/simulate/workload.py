@@ -206,7 +206,7 @@ class Workload:
         self.close()
 
 
-@kernel("void(i4[::1], i8[::1], i4[::1], i4[::1])")
+@kernel("void(i4[::1], i8[::1], i4[::1], i4[::1])", yields=True)
 def _next_uses(nodes: Any, offsets: Any, upcoming: Any, uses: Any) -> None:
     for back in range(len(offsets) - 1):
         request = len(offsets) - 2 - back
