@@ -71,6 +71,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.may: dict[Blocks, set[int]] = {}
         self.must: set[Blocks] = set()
         self.charged: dict[str, set[Blocks]] = {}
+        self.ended: set[str | None] = set()
         self.held: dict[str, Held] = {}
         self.damaged: set[Blocks] = set()
         self.copied_down = len(self.levels) > 1
@@ -181,7 +182,7 @@ class CacheMachine(RuleBasedStateMachine):
         part = engine.compute(chain, self.version)[first:]
         self.space.save(chain, engine.region, part, first=first, session=session)
         self._settle()
-        if len(part):
+        if len(part) and session not in self.ended:
             self._stored(blocks, first, complete=True)
             self._charge(session, blocks)
 
@@ -377,6 +378,7 @@ class CacheMachine(RuleBasedStateMachine):
             self.manager.create_session(name)
             assert name not in self.charged
             self.charged[name] = set()
+            self.ended.discard(name)
         except SessionExistsError:
             assert name in self.charged
 
@@ -388,7 +390,8 @@ class CacheMachine(RuleBasedStateMachine):
         try:
             if destroy:
                 assert self.manager.destroy_session(name) == (name in self.charged)
-                self.charged.pop(name, None)
+                if self.charged.pop(name, None) is not None:
+                    self.ended.add(name)
             else:
                 self.manager.clear_session(name)
                 self.charged[name] = set()
