@@ -46,7 +46,7 @@ def store(place: tuple[str, dict[str, Any]]) -> Iterator[tuple[RemoteStore, Slab
     name, options = place
     made = RemoteStore(
         lambda executor: create_connector(ConnectorConfig(name, "tests", "0", executor), options),
-        RemoteSettings(name=name, piece_bytes=1, look_bytes=1),
+        RemoteSettings(name=name, sent_piece_bytes=1, look_bytes=1),
     )
     slab = Slab(8, SPEC.slot_bytes, huge_pages=False)
     made.open(SPEC, [slab], 8)

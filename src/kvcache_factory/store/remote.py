@@ -46,6 +46,8 @@ class RemoteSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Blocks of one call where there are calls for a batch, and calls that run together where there are not."""
     piece_bytes: int = 8 << 20
     """Bytes of a batch that are prepared or checked at once, while others are on their way."""
+    sent_piece_bytes: int = 64 << 20
+    """The same of a put by a connector that takes regions as they get ready: work beside a call slows its sending."""
     look_bytes: int = 2 << 20
     """Bytes that are checked at once where that takes no call of its own: while they are in the processor's cache."""
     workers: int = 8
@@ -106,7 +108,8 @@ class RemoteStore(OutsideStore):
             self._executor.shutdown(wait=False)
             raise
         self._by_region = region_by_region(self._connector)
-        self._piece_blocks = max(self.settings.piece_bytes // spec.slot_bytes, 1)
+        piece_bytes = self.settings.sent_piece_bytes if self._by_region else self.settings.piece_bytes
+        self._piece_blocks = max(piece_bytes // spec.slot_bytes, 1)
         look_bytes = self.settings.look_bytes if self._by_region else self.settings.piece_bytes
         self._look_blocks = max(look_bytes // spec.slot_bytes, 1)
         self._loop = LoopThread("kvcache-factory-remote-loop")
