@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 from kvcache_factory import CacheManager, CPUBackend
 from kvcache_factory.engine.inside import HERE
+from kvcache_factory.engine.ledger import Entry, Event
 from kvcache_factory.testing import FakeEngine, tiny_identity, tiny_spec
 
 
@@ -29,6 +31,27 @@ def test_a_session_that_ends_inside_a_verb_ends_right_after_it() -> None:
     manager.state()
     assert space.peek(chain) == 0
     assert manager.check() == []
+    manager.close()
+
+
+def test_what_a_destructor_asks_while_counts_are_summed_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who reads figures has the ledger's lock: work that may want an index's, whose owners count, must not run."""
+    manager = CacheManager(CPUBackend(size_gb=0.01, huge_pages=False))
+    done: list[str] = []
+    add = Entry._add
+
+    def collected(entry: Entry, some: list[tuple[int, int]]) -> None:
+        manager._context.soon(lambda: done.append("asked"))
+        assert done == []
+        add(entry, some)
+
+    manager.ledger.add("cpu", Event.STORED, 1)
+    with monkeypatch.context() as patched:
+        patched.setattr(Entry, "_add", collected)
+        assert manager.ledger.total(Event.STORED).blocks == 1
+    assert done == []
+    manager.state()
+    assert done == ["asked"]
     manager.close()
 
 

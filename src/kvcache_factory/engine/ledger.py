@@ -23,6 +23,8 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
+from .inside import INSIDE
+
 MANAGER = "manager"
 """The name under which events are counted that belong to no tier."""
 
@@ -117,8 +119,8 @@ class _Notes(Generic[_N]):
         """Add what is fresh to the sums."""
         some = self.fresh[:]
         if some:
+            del self.fresh[: len(some)]  # first: what cannot be added must not stay for ever
             self._add(some)
-            del self.fresh[: len(some)]
 
     def _add(self, some: list[_N]) -> None:
         raise NotImplementedError
@@ -280,17 +282,17 @@ class Ledger:
 
     def compare(self, kind: str, predicted_s: float, actual_s: float) -> None:
         """Note how long a *kind* of work (``load``, ``recompute``) was predicted to take, and took."""
-        with self._lock:
+        with INSIDE, self._lock:
             times, predicted, actual = self._seconds.get((MANAGER, kind), (0, 0.0, 0.0))
             self._seconds[MANAGER, kind] = times + 1, predicted + predicted_s, actual + actual_s
 
     def note_worst(self, tier: str, name: str, value: float) -> None:
         """Keep the largest *value* of this *name*, such as the relative error of a codec."""
-        with self._lock:
+        with INSIDE, self._lock:
             self._worst[tier, name] = max(value, self._worst.get((tier, name), value))
 
     def _sum_up(self, *notes: _Notes[Any]) -> None:
-        with self._lock:
+        with INSIDE, self._lock:  # no destructor may ask for other locks while this thread has this one
             if self._summing:  # a destructor, in the middle of it: what it has noted is in the next sum
                 return
             self._summing = True
@@ -304,7 +306,7 @@ class Ledger:
 
     def _totals(self) -> dict[tuple[str, Event, str], Total]:
         """Everything that was counted so far."""
-        with self._lock:
+        with INSIDE, self._lock:
             entries, pairs = list(self._entries.items()), list(self._pairs.items())
             self._sum_up(*(entry for _, entry in entries), *(pair for _, pair in pairs))
             totals = {key: entry.total for key, entry in entries if entry.total.times}
@@ -332,7 +334,7 @@ class Ledger:
 
     def histograms(self) -> dict[tuple[str, str], Histogram]:
         """Durations by tier and operation, sorted."""
-        with self._lock:
+        with INSIDE, self._lock:
             durations = sorted(self._durations.items(), key=itemgetter(0))
             self._sum_up(*(spent for _, spent in durations))
             return {key: spent.histogram for key, spent in durations if spent.histogram.calls}
@@ -347,7 +349,7 @@ class Ledger:
 
     def comparisons(self) -> list[dict[str, str | int | float]]:
         """By kind of work: how often it was predicted, how long it should have taken and took."""
-        with self._lock:
+        with INSIDE, self._lock:
             sums = sorted(self._seconds.items())
         return [
             {"kind": kind, "times": times, "predicted_s": predicted, "actual_s": actual}
@@ -356,6 +358,6 @@ class Ledger:
 
     def worst(self) -> list[dict[str, str | float]]:
         """The largest value of each name that was noted."""
-        with self._lock:
+        with INSIDE, self._lock:
             worst = sorted(self._worst.items())
         return [{"tier": tier, "name": name, "value": value} for (tier, name), value in worst]
