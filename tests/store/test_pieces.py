@@ -164,6 +164,23 @@ def test_a_check_that_fails_leaves_the_store_in_order() -> None:
         assert store.state()["operations_in_flight"] == 0
 
 
+@pytest.mark.parametrize("features", [{}, BATCHED], ids=str)
+def test_behind_a_check_that_fails_nothing_is_checked(features: dict[str, bool]) -> None:
+    """Whoever checks notes good blocks in a row: one that is left out would give its place to another."""
+    with opened(features) as (store, slow, slab):
+        slow.values.update({name: bytes(SPEC.slot_bytes) for name in NAMES})
+        gate = slow.gates[NAMES[2 * STEP]] = threading.Event()
+        seen: list[int] = []
+
+        def check(part: slice) -> None:
+            seen.append(part.start)
+            gate.set()
+            raise ValueError("broken")
+
+        assert store.get(NAMES, slab, ROWS, 60, check=check).count == 8
+        assert seen == [0]
+
+
 # -- deadlines inside a batch -----------------------------------------------------------------------------------------
 
 
@@ -208,3 +225,48 @@ def test_a_late_batch_keeps_its_memory_and_is_not_checked_any_more(features: dic
         assert done.count == 8
         assert seen == before
         assert store.state()["abandoned_blocks"] == 0
+
+
+@pytest.mark.parametrize("features", [{}, BATCHED], ids=str)
+def test_slow_preparing_is_not_held_against_the_store(
+    features: dict[str, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A codec that takes longer than the deadline must not stop reads, nor hide that a store does not answer."""
+    now_s = [0.0]
+    for module in (pieces, remote):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    with opened(features, step=8) as (store, slow, slab):
+
+        def prepare(part: slice) -> None:
+            now_s[0] += 100
+
+        for _ in range(20):
+            assert store.put(NAMES, slab, ROWS, 60, prepare=prepare).wait(60)
+        assert store.state()["breaker"] == "closed"
+        slow.gates[NAMES[0]] = threading.Event()
+        for _ in range(store.breaker.failures):  # each gives up at once, and what it left is waited for
+            late = store.get(NAMES[:1], slab, ROWS[:1], 0)
+            assert not late.done
+            store.put(NAMES[1:2], slab, ROWS[1:2], 60, prepare=prepare).wait(60)
+        assert store.state()["breaker"] == "open"
+
+
+def test_when_time_is_up_nothing_is_checked_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time is over when one piece is checked; two more have come then, and the last hangs."""
+    now_s = [0.0]
+    for module in (pieces, remote):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    with opened(BATCHED) as (store, slow, slab):
+        slow.values.update({name: bytes(SPEC.slot_bytes) for name in NAMES})
+        gate = slow.gates[NAMES[STEP]] = threading.Event()
+        slow.gates[NAMES[3 * STEP]] = threading.Event()
+        seen: list[int] = []
+
+        def check(part: slice) -> None:
+            seen.extend(range(part.start, part.stop))
+            gate.set()
+            assert slow.began[NAMES[3 * STEP]].wait(60)
+            now_s[0] += 60
+
+        assert not store.get(NAMES, slab, ROWS, 60, check=check).done
+        assert seen == list(range(STEP))

@@ -28,7 +28,7 @@ class Pieces:
     prepare:
         Called with each piece in turn before it is put; none is put behind one for which this raised.
     check:
-        Called with leading blocks that have come, in order and once each.
+        Called with leading blocks that have come, in order and once each; with none behind those for which this raised.
 
     Attributes
     ----------
@@ -36,6 +36,8 @@ class Pieces:
         The pieces, as slices of the batch.
     not_ready, not_checked:
         What *prepare* and *check* raised, in words.
+    late:
+        Whether preparing took all the time there was: what is not done then says nothing against the store.
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class Pieces:
         self.step = step if prepare or check else max(blocks, 1)
         self.parts = [slice(at, min(at + self.step, blocks)) for at in range(0, blocks, self.step)]
         self.not_ready = self.not_checked = ""
+        self.late = False
         self._prepare = prepare
         self._check = check
         self._ready: list[Future[bool]] = [Future() for _ in self.parts] if prepare else []
@@ -71,6 +74,7 @@ class Pieces:
                     break
                 prepare(part)
                 ready.set_result(True)
+            self.late = time.monotonic() >= end
         except Exception as error:  # the piece before it may be on its way, and has to be waited for
             self.not_ready = f"{type(error).__name__}: {error}"
         finally:
@@ -88,6 +92,8 @@ class Pieces:
                 if not operation.done:
                     return False
                 waiting = False
+            if waiting and time.monotonic() >= end and not operation.done:
+                return False
             come = self._leading(at) if waiting else operation.count
             if come > at:
                 self._check_part(check, slice(at, come))
@@ -100,6 +106,8 @@ class Pieces:
         return at
 
     def _check_part(self, check: Callable[[slice], object], part: slice) -> None:
+        if self.not_checked:  # whoever checks counts blocks by their order
+            return
         try:
             check(part)
         except Exception as error:

@@ -33,8 +33,10 @@ LOG_EVERY_S = 60.0
 _PROBE = b"kvcache-factory/probe"
 Work = Callable[[Moves], Coroutine[Any, Any, Answers]]
 
-_HARMLESS = frozenset({"", "absent", "invalid", "full", "not_ready"})
-"""Reasons that say nothing against the server."""
+_HARMLESS = frozenset({"", "absent", "invalid", "full"})
+"""Reasons with which a server has answered."""
+_OURS = "not_ready"
+"""A reason that says nothing about the server."""
 
 
 class RemoteSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -248,12 +250,13 @@ class RemoteStore(OutsideStore):
         if pieces.attend(operation, end):
             if trouble := pieces.not_ready or pieces.not_checked:
                 self._say(f"a piece could not be prepared or checked: {trouble[:200]}", about="not_ready")
-            self._judge(operation.reason, operation.detail)
+            late = pieces.late and operation.reason == "timeout"
+            self._judge(_OURS if late else operation.reason, operation.detail)
             return operation
         with self._lock:
             self._abandoned += blocks
         operation.then(lambda: self._returned(blocks))
-        self._judge("timeout")
+        self._judge(_OURS if pieces.late else "timeout")
         return operation
 
     def _refusal(self) -> str:
@@ -294,7 +297,7 @@ class RemoteStore(OutsideStore):
             return
         if detail:
             self._say(f"a call failed: {detail[:200]}", about=reason)
-        if reason != "closed" and self.breaker.failed():
+        if reason not in ("closed", _OURS) and self.breaker.failed():
             self._say(f"out of order ({reason}); not asked until it answers")
             self._try_later()
 
