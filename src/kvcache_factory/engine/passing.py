@@ -7,6 +7,7 @@ finds none there is not stored, and counted.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -25,6 +26,9 @@ from .values import NOT_ADMITTED, Chain, StoredChain
 
 if TYPE_CHECKING:
     from .flow import Flow
+
+_LOOKS, _LOOK_S = 200, 0.001
+"""How often, and after how many seconds, a job looks whether another one has ended that writes to the same tier."""
 
 
 def unstored(chain: Chain, root: int, roots: Roots, blocks: int, fidelity: int, layout: int) -> StoredChain:
@@ -93,9 +97,10 @@ class Passing:
     def _enter(self, number: int) -> str:
         """Store in tier *number* what it takes, behind what it builds on; returns why it did not take all."""
         flow, chain, first = self._flow, self._chain, self._first
+        tier = flow.tiers[number]
         if first:
             flow.copy_down(number - 1, chain.keys[first - 1 : first], number)
-        tier = flow.tiers[number]
+            self._wait_for_others(tier)
         count = chain.num_blocks - first
         kinds = chain.fidelity[first:], chain.layout[first:]
         taken = tier.reserve(chain, chain.root, first, count, *kinds, self._hint)
@@ -108,6 +113,24 @@ class Passing:
             flow.stored(number, int(rows[-1]), len(rows), self._hint)
         self._first = taken.first + len(rows)
         return taken.reason
+
+    def _wait_for_others(self, tier: Tier) -> None:
+        """Let another job end that writes what these blocks build on.
+
+        On top of blocks that nobody can read yet, these would be stored, but not be copied further down: neither now,
+        nor by the job that writes those, which knows nothing of them.
+        """
+        key, index = self._chain.keys[self._first - 1 : self._first], tier.index
+        for _ in range(_LOOKS):
+            tip = index.hold(key)
+            if tip >= 0:
+                whole = index.stored_chain(tip, self._flow.roots).num_blocks == self._first
+                index.unpin(tip)
+            else:
+                whole = not index.knows(key).any()  # it never came, and nobody brings it
+            if whole:
+                return
+            time.sleep(_LOOK_S)
 
     def _write(self, tier: Tier, rows: Rows, first: int) -> int:
         """Write the blocks from *first* on to *rows*; returns how many leading ones were."""
