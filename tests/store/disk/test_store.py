@@ -6,6 +6,7 @@ import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,8 +27,10 @@ from tests.store.disk.blocks import (
 
 from kvcache_factory.errors import CapacityError, ConfigError, StoreError
 from kvcache_factory.memory.slab import Slab
-from kvcache_factory.store.disk import DiskStore
+from kvcache_factory.store.disk import DiskStore, log
 from kvcache_factory.store.disk.aio import SlotFile
+from kvcache_factory.store.disk.freeing import Freeing
+from kvcache_factory.store.disk.segment import Segment
 
 Opened = Callable[..., Cache]
 
@@ -162,6 +165,58 @@ def test_a_slot_is_not_reused_while_it_is_read(opened: Opened, monkeypatch: pyte
     assert [proven(cache.slab, row) for row in target.tolist()] == [0, 1, 2]
     assert seen == [1]
     assert cache.store.room() == 4
+
+
+def test_where_a_block_was_is_overwritten_once_nobody_reads_it(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row that is written again while a read of it is under way: the read is whole, and then the bytes are gone."""
+    cache = opened()
+    written = cache.save(1, 2)
+    room = cache.store.room()
+    read = SlotFile.read
+
+    def interrupted(file: SlotFile, offset: int, buffers: list[memoryview]) -> int:
+        monkeypatch.setattr(SlotFile, "read", read)
+        fill(cache.slab, [40], [7])
+        assert cache.store.write(written[:1], cache.slab, rows(40), 0) == 1
+        assert cache.store.room() == room - 1
+        return read(file, offset, buffers)
+
+    monkeypatch.setattr(SlotFile, "read", interrupted)
+    assert cache.store.read(written, cache.slab, span(0, 2), 0) == 2
+    assert [proven(cache.slab, row) for row in (0, 1)] == [1, 2]
+    assert cache.store.room() == room
+    data = next(cache.store.directory.path.glob("*.data"))
+    assert payload_mark(1) not in data.read_bytes()
+    assert cache.load(written[:1]) == [7]
+    fill(cache.slab, [40], [8])
+    assert cache.store.write(written[1:], cache.slab, rows(40), 0) == 1
+    assert payload_mark(2) not in data.read_bytes()
+
+
+def test_a_place_is_given_up_in_the_log_before_it_is_overwritten(
+    opened: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who dies in between leaves one block of a key behind, and that is the one written last."""
+    cache = opened()
+    written = cache.save(1)
+    path = cache.store.directory.path
+    monkeypatch.setattr(Freeing, "_overwrite", lambda *_, **__: pytest.fail("not yet"))
+    append = Segment.append
+
+    def dying(one: Segment, records: Any) -> None:
+        append(one, records)
+        if records["kind"][0] == log.Kind.FREE:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Segment, "append", dying)
+    fill(cache.slab, [40], [1])
+    with pytest.raises(KeyboardInterrupt):
+        cache.store.write(written, cache.slab, rows(40), 0)
+    monkeypatch.undo()
+    cache.close()
+    again = opened(path)
+    assert list(again.number_of.values()) == [1]
+    assert again.check() == 0
 
 
 def test_entries_that_the_index_does_not_want_make_room(opened: Opened) -> None:

@@ -53,6 +53,7 @@ class Segment(Holder):
         self.state = np.zeros(self.slots, np.uint8)
         self.rows = np.full(self.slots, -1, np.int32)
         self.readers = np.zeros(self.slots, np.int32)
+        self.aside = np.zeros(self.slots, np.bool_)
         self.marks = np.zeros(self.slots, np.uint64)
         self.time_ns = np.zeros(self.slots, np.int64)
         self.num_free = self.slots
@@ -200,16 +201,29 @@ class Segment(Holder):
         self.state[slots[~reading]] = FREE
         self.num_free += int(np.count_nonzero(~reading))
 
+    def set_aside(self, slots: SlotNumbers) -> SlotNumbers:
+        """Keep slots from being used again; returns those that nobody reads.  The last reader has the others."""
+        self.rows[slots] = -1
+        reading = self.readers[slots] > 0
+        self.state[slots[reading]] = DRAINING
+        self.aside[slots[reading]] = True
+        return slots[~reading]
+
     def begin_read(self, slots: SlotNumbers) -> None:
         """Count one reader more for each of *slots* (no slot twice)."""
         self.readers[slots] += 1
 
-    def end_read(self, slots: SlotNumbers) -> None:
-        """Count one reader less for each of *slots* (no slot twice)."""
+    def end_read(self, slots: SlotNumbers) -> SlotNumbers:
+        """Count one reader less for each of *slots* (no slot twice); returns those that were set aside until now."""
         self.readers[slots] -= 1
         drained = slots[(self.readers[slots] == 0) & (self.state[slots] == DRAINING)]
-        self.state[drained] = FREE
-        self.num_free += len(drained)
+        kept = self.aside[drained]
+        self.state[drained[~kept]] = FREE
+        self.num_free += int(np.count_nonzero(~kept))
+        self.state[drained[kept]] = BUSY
+        self.aside[drained[kept]] = False
+        waited: SlotNumbers = drained[kept]
+        return waited
 
     @property
     def is_empty(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import numpy as np
@@ -14,14 +14,15 @@ import numpy.typing as npt
 from ...block.spec import BlockSpec
 from ...errors import CapacityError, ConfigError, StoreError
 from ..base import Changes, Entries, LastingStore, Mask, Places, SlotMemory, Slots
-from . import log, segment
+from . import segment
 from .aio import probe, probe_direct, reason_of
 from .directory import Directory
 from .entries import joined, rows_gone, rows_in, to_entries
+from .freeing import Freeing
 from .health import Health
-from .images import Images, describe, zeros
+from .images import Images, describe
 from .pool import Pool, Seen, SizeClass, smaller_classes
-from .rows import NOWHERE, PlaceColumn, by_segment, in_order, places, segments_of, slots_of
+from .rows import NOWHERE, PlaceColumn, in_order, places, segments_of, slots_of
 from .segment import Segment, SlotNumbers
 
 SEGMENT_BYTES = 256 << 20
@@ -78,7 +79,7 @@ class DiskStore(LastingStore):
         self._rows = PlaceColumn(0)
         self._report: Callable[[str, int], object] = lambda *_: None
         self._look_lock = threading.Lock()
-        self._zeros = memoryview(b"")
+        self._freeing: Freeing
 
     # -- opening ------------------------------------------------------------------------------------------------------
 
@@ -102,7 +103,7 @@ class DiskStore(LastingStore):
         self._use_direct = self.direct == "auto" and probe_direct(self.directory.path, name)
         self._tested = self._use_direct or probe(self.directory.path, name, direct=False)
         self._rows = PlaceColumn(slots)
-        self._zeros = zeros(size.slot_bytes)
+        self._freeing = Freeing(pool, size.slot_bytes, self._use_direct)
         self._spec, self._pool = spec, pool
 
     def _sizes(self, spec: BlockSpec) -> tuple[SizeClass, list[SizeClass]]:
@@ -148,7 +149,7 @@ class DiskStore(LastingStore):
         assert len(rows) == len(places)
         pool = self._open
         bound = np.zeros(len(rows), np.bool_)
-        for one, at, slots in self._segments(places):
+        for one, at, slots in self._freeing.segments(places):
             with pool.lock:
                 here = (one.state[slots] == segment.USED) & (one.rows[slots] < 0)
                 keep = here & (rows[at] >= 0)
@@ -159,7 +160,7 @@ class DiskStore(LastingStore):
                 if one.owned:
                     one.state[unwanted] = segment.BUSY
             if one.owned and len(unwanted):
-                self._give_back(one, unwanted, segment.FREE)
+                self._freeing.give_back(one, unwanted, segment.FREE)
         return bound
 
     def refresh(self) -> Changes:
@@ -265,9 +266,8 @@ class DiskStore(LastingStore):
             one.release(slots[done:])
             one.fill(slots[:done], rows[part], records)
             before = self._rows.set(rows[part], places(one.number, slots[:done]))
-        moved = before[before != NOWHERE]
-        self._overwrite(moved)  # whoever purges these rows, now or later, finds their new places only
-        self._let_go(moved)
+        # Whoever purges these rows later finds their new places only.
+        self._freeing.let_go(before[before != NOWHERE], blank=True)
         return done
 
     def read(self, slots: Slots, target: SlotMemory, target_slots: Slots, target_offset: int) -> int:
@@ -290,9 +290,7 @@ class DiskStore(LastingStore):
         except OSError as error:
             reason = reason_of(error)
         finally:
-            with pool.lock:
-                for one, at in parts:
-                    one.end_read(at)
+            self._freeing.end_read(parts)
         pool.health.count(reason, bool(reason))
         if reason and not done:
             raise StoreError(f"blocks cannot be read from {pool.directory.path}: {reason}", reason)
@@ -315,61 +313,21 @@ class DiskStore(LastingStore):
     # -- letting go ---------------------------------------------------------------------------------------------------
 
     def free(self, rows: Slots) -> None:
-        self._let_go(self._forget(rows))
+        self._freeing.let_go(self._forget(rows))
 
     def erase(self, rows: Slots) -> int:
         """See the contract.  Blocks of live other processes cannot be overwritten: they are forgotten here."""
-        at = self._forget(rows)
-        erased = self._overwrite(at, sync=True)
-        self._let_go(at)
-        return erased
-
-    def _overwrite(self, at: Places, *, sync: bool = False) -> int:
-        """Write zeros to places that no row has any more and that are ours; returns how many were written."""
-        erased = 0
-        for one, _, slots in self._segments(at):
-            if one.owned:
-                try:
-                    blanks = [self._zeros[: one.slot_bytes]] * len(slots)
-                    erased += one.move(slots, blanks, write=True, direct=self._use_direct)
-                    if sync:
-                        one.sync()
-                except OSError as error:
-                    self._open.health.failed(f"cannot erase blocks in {self.directory.path}", error)
-        return erased
+        return self._freeing.erase(self._forget(rows))
 
     def quarantine(self, rows: Slots) -> None:
         at = self._forget(rows)
         self._open.health.count("quarantined", len(at))
-        self._let_go(at, segment.BAD)
+        self._freeing.let_go(at, segment.BAD)
 
     def _forget(self, rows: Slots) -> Places:
         """Take their places from *rows*; nobody begins to read them any more, but they are not free yet."""
         with self._open.lock:
             return self._rows.clear(rows)
-
-    def _let_go(self, at: Places, state: int = segment.FREE) -> None:
-        """Make places that no row has any more free, where they are ours."""
-        for one, _, slots in self._segments(at):
-            with self._open.lock:
-                one.rows[slots] = -1
-                if one.owned:
-                    one.state[slots] = segment.BUSY
-            if one.owned:
-                self._give_back(one, slots, state)
-
-    def _give_back(self, one: Segment, slots: SlotNumbers, state: int) -> None:
-        """Say in the log that *slots* hold nothing any more, and only then let them be used again."""
-        pool = self._open
-        try:
-            one.append(log.make(log.Kind.FREE, slots))
-        except OSError as error:  # whoever still believes the old record reads a block that proves to be another
-            pool.health.count(reason_of(error))
-        with pool.lock:
-            if state == segment.FREE:
-                one.release(slots)
-            else:
-                one.state[slots] = state
 
     def reassign(self, image_bytes: int = 0) -> bool:
         pool = self._open
@@ -436,10 +394,3 @@ class DiskStore(LastingStore):
         if pool is not None:
             pool.close()
             self._rows = PlaceColumn(0)
-
-    def _segments(self, at: Places) -> Iterator[tuple[Segment, npt.NDArray[np.int64], SlotNumbers]]:
-        """Segments that are still there, each with the positions in *at* that name it, and the slots."""
-        for number, mine in by_segment(at):
-            one = self._open.segments.get(number)
-            if one is not None:
-                yield one, mine, slots_of(at[mine])
