@@ -27,6 +27,26 @@ def test_all_goes_down_when_it_is_stored(over: DiskOpener) -> None:
     assert cache.counted("stored") == cache.counted("demoted") == {"": 8}
 
 
+@pytest.mark.parametrize("filled", [2, 1, 0])
+def test_what_was_stored_on_top_of_unfinished_blocks_goes_down_after_them(over: DiskOpener, filled: int) -> None:
+    """The second request ends before the first, whose blocks it builds on; where they never come, nothing is left."""
+    cache = over()
+    chain = cache.space.chain(CHAIN)
+    positions = cache.engine.compute(chain)
+    plan = cache.space.plan_save(cache.space.chain(CHAIN[:8]), first=0, count=2, tag=cache.engine.region.tag)
+    assert plan is not None
+    assert cache.space.save(chain, cache.engine.region, positions) == 4
+    assert cache.manager.wait(60)
+    assert cache.counted("stored") == {}
+    memory = cache.manager._chain.tiers[0]
+    cache.space._context.chain.mover.gather(memory, plan.rows, cache.engine.region, positions[:2])
+    cache.space.finish_save(plan, filled)
+    assert cache.manager.wait(60)
+    assert cache.counted("stored") == ({"": 6} if filled == 2 else {"": filled} if filled else {})
+    cache.forget_above()
+    assert cache.load(CHAIN) == (6 if filled == 2 else filled)
+
+
 def test_what_is_hot_goes_down(over: DiskOpener) -> None:
     """Not before it has been hit often enough, and once."""
     cache = over(ingestion="hot", hot_hits=3)

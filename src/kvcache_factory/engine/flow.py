@@ -223,10 +223,20 @@ class Flow:
 
     def _send_down(self, number: int, tip: int, hint: RequestHint = NO_HINT) -> None:
         """Copy the chain that ends in *tip* one tier down, in the background; takes over one pin of *tip*."""
-        job = partial(self._copy_chain, number, tip, number + 1, Event.DEMOTED, hint)
+        job = partial(self._copy_whole, number, tip, hint)
         if self.io.submit(Lane.STORE, job) is None:
             self.tiers[number].index.unpin(tip)
             self.tiers[number + 1].count(Event.NOT_STORED, 1, "queue_full")
+
+    def _copy_whole(self, number: int, tip: int, hint: RequestHint) -> None:
+        """Copy a chain down, once nobody writes to it any more.
+
+        What lies behind blocks that are being written would not be copied: neither now, nor by the job that follows
+        their end, which knows nothing of it.
+        """
+        again = partial(self._send_down, number, tip, hint)
+        if not self.tiers[number].index.when_whole(tip, again):
+            self._copy_chain(number, tip, number + 1, Event.DEMOTED, hint)
 
     def promote(self, number: int, tip: int) -> Ticket | None:
         """Copy the chain that ends in *tip*, which the caller holds, to the first tier in the background."""

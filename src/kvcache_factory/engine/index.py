@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import numpy.typing as npt
 from msgspec.structs import replace
@@ -138,7 +140,8 @@ class Index(Tree):
                 hint = replace(hint, total_blocks=total, first_block=first, tip=max(above, -1))
                 self.policy.on_request(self._clock(), rows, 0, hint)
                 self._offer(int(rows[-1]))  # each of the others has the next as its child
-            return len(rows)
+        self._waiting.wake()
+        return len(rows)
 
     def abort(self, rows: Rows) -> int:
         """Give reserved *rows* back unwritten, with whatever was built on them; returns how many of that were ready."""
@@ -148,7 +151,16 @@ class Index(Tree):
             self.busy[rows] = False
             lost = self._doom(rows)
             self._collect(rows[::-1].tolist())
-            return lost
+        self._waiting.wake()
+        return lost
+
+    def when_whole(self, row: int, job: Callable[[], object]) -> bool:
+        """Call *job* once something that is being written has ended, if the chain up to *row* is being written to.
+
+        The caller holds *row*.  False where nobody writes to it, or too many wait: *job* is not called then.
+        """
+        with self._lock:
+            return bool((self.state[self._path(row)] == PENDING).any()) and self._waiting.add(job)
 
     # -- leaving ------------------------------------------------------------------------------------------------------
 

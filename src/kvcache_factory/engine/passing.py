@@ -7,7 +7,6 @@ finds none there is not stored, and counted.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -26,9 +25,6 @@ from .values import NOT_ADMITTED, Chain, StoredChain
 
 if TYPE_CHECKING:
     from .flow import Flow
-
-_LOOKS, _LOOK_S = 200, 0.001
-"""How often, and after how many seconds, a job looks whether another one has ended that writes to the same tier."""
 
 
 def unstored(chain: Chain, root: int, roots: Roots, blocks: int, fidelity: int, layout: int) -> StoredChain:
@@ -70,6 +66,7 @@ class Passing:
         self._flow = flow
         self._hint = hint
         self._begin = self._first = first
+        self._number = 1
         self._slots = flow.passing.take(chain.num_blocks - first)
         self._chain = chain.leading(first + len(self._slots))
         flow.tiers[1].count(Event.NOT_STORED, chain.num_blocks - self._chain.num_blocks, "transit_full")
@@ -83,16 +80,35 @@ class Passing:
     def go(self) -> None:
         """Ask the tiers below, in the background."""
         if len(self._slots) and self._flow.io.submit(Lane.STORE, self._run) is None:
-            self._flow.tiers[1].count(Event.NOT_STORED, len(self._slots), "queue_full")
+            left = self._chain.num_blocks - self._first
+            self._flow.tiers[self._number].count(Event.NOT_STORED, left, "queue_full")
             self._flow.passing.give_back(self._slots)
 
     def _run(self) -> None:
+        waits = False
         try:
-            number = 1
-            while number < len(self._flow.tiers) and self._enter(number) == NOT_ADMITTED:
-                number += 1
+            while self._number < len(self._flow.tiers):
+                waits = self._waits()
+                if waits or self._enter(self._number) != NOT_ADMITTED:
+                    break
+                self._number += 1
         finally:
-            self._flow.passing.give_back(self._slots)
+            if not waits:
+                self._flow.passing.give_back(self._slots)
+
+    def _waits(self) -> bool:
+        """Whether somebody still writes what these blocks build on, in the tier above; then this goes on after that.
+
+        Until then it could not be copied down, and they not be stored on top of it.
+        """
+        index = self._flow.tiers[self._number - 1].index
+        tip = index.hold(self._chain.keys[self._first - 1 : self._first]) if self._first else -1
+        if tip < 0:
+            return False
+        try:
+            return index.when_whole(tip, self.go)
+        finally:
+            index.unpin(tip)
 
     def _enter(self, number: int) -> str:
         """Store in tier *number* what it takes, behind what it builds on; returns why it did not take all."""
@@ -100,7 +116,6 @@ class Passing:
         tier = flow.tiers[number]
         if first:
             flow.copy_down(number - 1, chain.keys[first - 1 : first], number)
-            self._wait_for_others(tier)
         count = chain.num_blocks - first
         kinds = chain.fidelity[first:], chain.layout[first:]
         taken = tier.reserve(chain, chain.root, first, count, *kinds, self._hint)
@@ -113,24 +128,6 @@ class Passing:
             flow.stored(number, int(rows[-1]), len(rows), self._hint)
         self._first = taken.first + len(rows)
         return taken.reason
-
-    def _wait_for_others(self, tier: Tier) -> None:
-        """Let another job end that writes what these blocks build on.
-
-        On top of blocks that nobody can read yet, these would be stored, but not be copied further down: neither now,
-        nor by the job that writes those, which knows nothing of them.
-        """
-        key, index = self._chain.keys[self._first - 1 : self._first], tier.index
-        for _ in range(_LOOKS):
-            tip = index.hold(key)
-            if tip >= 0:
-                whole = index.stored_chain(tip, self._flow.roots).num_blocks == self._first
-                index.unpin(tip)
-            else:
-                whole = not index.knows(key).any()  # it never came, and nobody brings it
-            if whole:
-                return
-            time.sleep(_LOOK_S)
 
     def _write(self, tier: Tier, rows: Rows, first: int) -> int:
         """Write the blocks from *first* on to *rows*; returns how many leading ones were."""

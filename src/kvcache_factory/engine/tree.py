@@ -27,6 +27,7 @@ import numpy.typing as npt
 from ..jit import kernel
 from ..policy.base import EvictionPolicy, TreeColumns
 from .table import Keys, KeyTable, Rows, pick, pick_keys
+from .waiting import Waiting
 
 FREE, PENDING, READY, DOOMED = 0, 1, 2, 3
 """States of a row: free, reserved but not filled, visible, hidden and waiting to be let go."""
@@ -140,6 +141,7 @@ class Tree:
         self.accepts = 0
         """The fidelity that a resident block may have without giving way to a more exact one."""
         self._limbo: list[Rows] = []
+        self._waiting = Waiting()
         self.number = next(_NUMBERS)
         self.policy = policy
         self._clock = clock
