@@ -505,6 +505,22 @@ def test_what_is_held_on_a_disk_is_encoded_when_the_chain_grows_again(opened: An
     assert cache.count("encoded", "int8") == BLOCKS - 2
 
 
+def test_what_could_not_be_written_again_is_tried_with_the_next_growth(opened: Any, tmp_path: Path) -> None:
+    """The disk was full for a moment: the block stays exact, is said to be, and is encoded later."""
+    cache = opened(levels(tmp_path, "int8"))
+    cache.save(TOKENS[: 3 * 64])
+    disk, flow = cache.manager._chain.tiers[1].index, cache.manager._chain.flow
+    row, again = int(disk.rows_of(cache.space.chain(TOKENS).keys)[2]), flow._copy_again
+    flow._copy_again = lambda *_: 0
+    cache.save(TOKENS[: 4 * 64])
+    assert disk.fidelity[row] == 0
+    assert disk.pins[row] == 0
+    flow._copy_again = again
+    cache.save(TOKENS)
+    assert disk.fidelity[row] == 1
+    assert cache.count("encoded", "int8") == BLOCKS - 2
+
+
 def test_other_processes_follow_what_is_encoded_later(opened: Any, tmp_path: Path) -> None:
     """A block that has another place now is not gone for them, nor is what was built on it."""
     writer, reader = (opened(levels(tmp_path, "int8")) for _ in range(2))

@@ -189,29 +189,36 @@ class LastingTier(Tier):
             exact = (rows >= 0) & (self._recent[rows] == index.generation[rows] + np.uint32(1))
             exact &= (chain.fidelity == Fidelity.EXACT) | (chain.codings > 0)
             stays = self.rule.exactly(chain.num_blocks, spec.block_tokens)
-            aged = [number for number in np.flatnonzero(exact).tolist() if not stays(number)]
-            for number in aged:
-                if self.store.owned(rows[number : number + 1]).all() and index.pin_ready(int(rows[number])):
-                    try:
-                        self._encode_again(number, rows[number : number + 1], copy)
-                    finally:
-                        index.unpin(int(rows[number]))
+            aged = np.array([n for n in np.flatnonzero(exact).tolist() if not stays(n)], np.int64)
+            aged = aged[self.store.owned(rows[aged])]
+            aged = aged[np.array([index.pin_ready(row) for row in rows[aged].tolist()], np.bool_)]
+            try:
+                self._encode_again(aged, rows[aged], copy)
+            finally:
+                for row in rows[aged].tolist():
+                    index.unpin(row)
             self.settle()
 
-    def _encode_again(self, number: int, row: Rows, copy: Callable[[slice, Rows], int]) -> None:
-        index, before = self.lasting, int(self.index.fidelity[row[0]])
+    def _encode_again(self, numbers: npt.NDArray[np.int64], rows: Rows, copy: Callable[[slice, Rows], int]) -> None:
+        """Write blocks again, those that nobody holds but by the one pin of each that the caller has."""
+        index, before = self.lasting, self.index.fidelity[rows]
 
-        def mark() -> None:  # before the bytes change: whoever asks from now on must not count on exact ones
-            index.fidelity[row] = max(before, Fidelity.BOUNDED)
+        def mark(free: Rows) -> None:  # before the bytes change: whoever asks from now on must not count on exact ones
+            index.fidelity[free] = np.maximum(index.fidelity[free], Fidelity.BOUNDED)
 
-        if not index.while_unheld(int(row[0]), 1, mark):
+        if not len(rows):
             return
-        written = 0
+        chosen = np.isin(rows, index.while_unheld(rows, 1, mark))
+        written = np.zeros(len(rows), np.bool_)
+        picked = np.flatnonzero(chosen)
         try:
-            written = copy(slice(number, number + 1), row)
+            for run in np.split(picked, np.flatnonzero(np.diff(numbers[picked]) != 1) + 1) if len(picked) else []:
+                done = copy(slice(int(numbers[run[0]]), int(numbers[run[-1]]) + 1), rows[run])
+                written[run[:done]] = True
         finally:
-            if not written or not index.codings[row[0]]:
-                index.fidelity[row] = before
+            failed, exact = chosen & ~written, chosen & ~(written & (index.codings[rows] > 0))
+            index.fidelity[rows[exact]] = before[exact]
+            self._recent[rows[failed]] = index.generation[rows[failed]] + np.uint32(1)
 
     def _write_encoded(
         self, staging: Transit, staged: Rows, rows: Rows, memory: SlotMemory, slots: Rows, exactly: Exactly
@@ -347,17 +354,16 @@ class LastingTier(Tier):
         if not len(change.gone) or not len(fresh.keys):
             return moved
         places = {key.tobytes(): number for number, key in enumerate(fresh.keys)}
-        for at, row in enumerate(change.gone.tolist()):
-            number = places.get(index.keys[row].tobytes(), -1)
-            if number < 0 or not index.foreign[row]:
-                continue
-            there, one = slice(number, number + 1), np.array([row], np.int32)
+        there = np.array([places.get(key.tobytes(), -1) for key in index.keys[change.gone]])
+        candidates = (there >= 0) & index.foreign[change.gone]
 
-            def follow(one: Rows = one, there: slice = there) -> None:
-                index.fidelity[one], index.layout[one] = fresh.fidelity[there], fresh.layout[there]
+        def follow(free: Rows) -> None:
+            at = there[np.isin(change.gone, free)]
+            index.fidelity[free], index.layout[free] = fresh.fidelity[at], fresh.layout[at]
 
-            if index.while_unheld(row, 1, follow):
-                moved[at] = self.store.bind(one, fresh.places[there]).all()
+        own = 1  # every foreign row has one pin, so that only its owner lets it leave
+        free = np.isin(change.gone, index.while_unheld(change.gone[candidates], own, follow))
+        moved[free] = self.store.bind(change.gone[free], fresh.places[there[free]])
         return moved
 
     def begin_refresh(self, after_s: float) -> bool:

@@ -55,22 +55,19 @@ class MovableIndex(Index):
             free: Rows = rows[~held[rows] & (self.state[rows] == READY)]
             return free
 
-    def while_unheld(self, row: int, own: int, action: Callable[[], None]) -> bool:
-        """As :meth:`if_unheld`, and after that the block may be another than an earlier match has verified."""
+    def while_unheld(self, rows: Rows, own: int, action: Callable[[Rows], None]) -> Rows:
+        """As :meth:`if_unheld`, and after that the blocks may be others than an earlier match has verified."""
 
-        def change() -> None:
-            action()
-            self.generation[row] += 1
+        def change(free: Rows) -> None:
+            action(free)
+            self.generation[free] += 1
 
-        return self.if_unheld(row, own, change)
+        return self.if_unheld(rows, own, change)
 
-    def if_unheld(self, row: int, own: int, action: Callable[[], None]) -> bool:
-        """Do *action*, which must be quick, if nobody else than *own* pins holds *row* or anything on it.
-
-        False if somebody does.
-        """
+    def if_unheld(self, rows: Rows, own: int, action: Callable[[Rows], None]) -> Rows:
+        """Do *action*, which must be quick, with those of *rows* that :meth:`unheld` tells; returns these."""
         with self._lock:
-            free = len(self.unheld(np.array([row], np.int32), own)) > 0
-            if free:
-                action()
+            free = self.unheld(rows, own)
+            if len(free):
+                action(free)
             return free

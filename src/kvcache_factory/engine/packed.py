@@ -8,7 +8,6 @@ somebody holds, or on which somebody holds a block, are left alone: leases promi
 from __future__ import annotations
 
 import threading
-from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -251,8 +250,8 @@ class PackedTier(Tier):
         index, coder, spec = self.movable, self.coder, self.spec
         assert coder is not None
         assert spec is not None
-        slot, depth = int(self._place[row]), int(index.depth[row])
-        if slot == NOWHERE or self._sizes[row] or not len(index.unheld(np.array([row], np.int32), 1)):
+        slot, depth, one = int(self._place[row]), int(index.depth[row]), np.array([row], np.int32)
+        if slot == NOWHERE or self._sizes[row] or not len(index.unheld(one, 1)):
             return False
         payload = read_slot(self.slots, slot, self.payload_offset, spec.payload_bytes)
         layout = Layout.of_code(int(index.layout[row])).value
@@ -267,7 +266,7 @@ class PackedTier(Tier):
         if chunks is not None:
             write_chunks(self.slots, chunks, PER_SLOT, made.data)
 
-        def swap() -> None:
+        def swap(_: Rows) -> None:
             with self._room:
                 self._place[row] = NOWHERE
                 self._pool.give_slots(np.array([slot], np.int32))
@@ -284,7 +283,7 @@ class PackedTier(Tier):
                 index.fidelity[row] = max(int(index.fidelity[row]), Fidelity.BOUNDED)
                 index.codings[row] = 1
 
-        if not index.while_unheld(row, 1, swap):
+        if not len(index.while_unheld(one, 1, swap)):
             if chunks is not None:
                 with self._room:
                     self._pool.give_chunks(chunks)
@@ -374,17 +373,14 @@ class PackedTier(Tier):
             if not everything:
                 over &= self._staged_s <= self._clock() - STAGED_S
             rows = np.flatnonzero(over).astype(np.int32)
-        folded = 0
-        for row in self.movable.unheld(rows).tolist():
-            folded += self.movable.if_unheld(row, 0, partial(self._unstage, row))
-        return folded
+        return len(self.movable.if_unheld(rows, 0, self._unstage))
 
-    def _unstage(self, row: int) -> None:
+    def _unstage(self, rows: Rows) -> None:
         with self._room:
-            if self._place[row] != NOWHERE and self._sizes[row]:
-                slots = self._place[row : row + 1].copy()
-                self._place[row] = NOWHERE
-                self.give_staging(slots)
+            staged = rows[(self._place[rows] != NOWHERE) & (self._sizes[rows] > 0)]
+            slots = self._place[staged]
+            self._place[staged] = NOWHERE
+            self.give_staging(slots)
 
     def write_image(self, chain: StoredChain, number: int, out: npt.NDArray[np.uint8]) -> None:
         """The sealed image of encoded block *number* of *chain*, as it is, to *out* ``uint8 [slot_bytes]``."""
