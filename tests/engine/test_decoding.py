@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.manager.test_compression import BLOCKS, MIB, TOKENS, Cache, gpu, levels
+from tests.manager.test_compression import BLOCKS, MIB, TOKENS, Cache, close_sound, gpu, levels
 
 from kvcache_factory import CompressionPolicy, CPUBackend, HierarchicalBackend
 from kvcache_factory.engine import packed
@@ -56,11 +56,7 @@ def opened(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
         return made[-1]
 
     yield make
-    for cache in made:
-        assert cache.manager.wait(60)
-        problems = cache.manager.check()
-        cache.manager.close()
-        assert problems == []
+    close_sound(made)
 
 
 def saved(cache: Cache, tokens: Any = TOKENS) -> Any:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.manager.test_compression import BLOCKS, MIB, SPEC, TOKENS, Cache
+from tests.manager.test_compression import BLOCKS, MIB, SPEC, TOKENS, Cache, close_sound
 
 from kvcache_factory import CompressionPolicy, CPUBackend, GPUBackend, HierarchicalBackend, RemoteBackend
 from kvcache_factory.block.envelope import Fidelity, unpack_header
@@ -41,11 +41,7 @@ def opened() -> Iterator[Any]:
         return made[-1]
 
     yield make
-    for cache in made:
-        assert cache.manager.wait(60)
-        problems = cache.manager.check()
-        cache.manager.close()
-        assert problems == []
+    close_sound(made)
     mock.forget(SHARE)
 
 

@@ -96,6 +96,15 @@ class Cache:
         return found
 
 
+def close_sound(caches: list[Cache]) -> None:
+    """Close them; none may have broken an invariant."""
+    for cache in caches:
+        assert cache.manager.wait(60)
+        problems = cache.manager.check()
+        cache.manager.close()
+        assert problems == []
+
+
 def relative_error(before: Any, after: Any) -> float:
     axes = (2, 3, 4)
     return float((np.abs(before - after).max(axis=axes) / np.abs(before).max(axis=axes)).max())
@@ -117,11 +126,7 @@ def opened() -> Iterator[Any]:
         return caches[-1]
 
     yield make
-    for cache in caches:
-        assert cache.manager.wait(60)
-        problems = cache.manager.check()
-        cache.manager.close()
-        assert problems == []
+    close_sound(caches)
 
 
 def gpu(size_mb: float = 16) -> GPUBackend:

@@ -80,7 +80,7 @@ def test_blocks_go_by_the_kernel_to_slots_beside_the_tensors_and_to_the_host(
     monkeypatch.setattr(move, "_STAGING_BYTES", staging)
     at, slots = region.positions([[5, 1], [0, 3]]), [2, 0]
     plain = Slab(3, SPEC.slot_bytes)
-    move._by_torch(region, at, plain, slots, SPEC.header_bytes, tag, into_slots=True)
+    move._by_torch(move._Job(region, at, plain, slots, SPEC.header_bytes, tag, into_slots=True))
     target: Any = Slab(3, SPEC.slot_bytes)
     offset = SPEC.header_bytes
     if beside:

@@ -8,6 +8,9 @@ the other is not, blocks pass through some memory in the region's own order.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import NamedTuple
+
 import numpy as np
 import numpy.typing as npt
 
@@ -22,8 +25,52 @@ from .slab import Slab
 from .transfer import copy_batch
 
 AnySlab = Slab | DeviceSlab
+Rows = npt.NDArray[np.int64]
 
 _STAGING_BYTES = 8 << 20  # what stays in a cache between the two copies of a conversion
+
+
+class _Job(NamedTuple):
+    """Blocks at *positions* of a region and *slots* of a slab, whose payloads are in order *tag* from an offset on."""
+
+    region: Region
+    positions: BlockPositions
+    slab: AnySlab
+    slots: npt.ArrayLike
+    payload_offset: int
+    tag: Layout
+    into_slots: bool
+
+    def describe(self) -> tuple[Addresses, Addresses, Addresses]:
+        """(addresses in the slab, addresses in the region, sizes), each uint64 [n * k], bytes."""
+        outside, offsets, sizes = self.region.describe(self.positions, self.tag)
+        slab = self.slab
+        if isinstance(slab, DeviceSlab) and slab.device == self.region.device:
+            start = slab.address_on_device(self.slots)
+        else:
+            start = slab.address(self.slots)
+        start += np.uint64(self.payload_offset)
+        assert len(start) == len(outside), "one slot per block"
+        inside = start[:, None] + offsets
+        size = np.empty_like(inside)
+        size[:] = sizes
+        return inside.reshape(-1), outside.reshape(-1), size.reshape(-1)
+
+    def aimed(self, inside: Addresses, outside: Addresses) -> tuple[Addresses, Addresses]:
+        """(to, from)."""
+        return (inside, outside) if self.into_slots else (outside, inside)
+
+    def parts(self, staging: AnySlab) -> Iterator[tuple[_Job, Rows]]:
+        """The job, cut into as many blocks as *staging* has slots, each with as many of these."""
+        for first in range(0, len(self.positions), staging.slots):
+            some = slice(first, first + staging.slots)
+            slots = np.atleast_1d(self.slots)[some]
+            yield self._replace(positions=self.positions[some], slots=slots), np.arange(len(slots))
+
+    @property
+    def staging_slots(self) -> int:
+        """Blocks that pass through memory beside at once."""
+        return max(min(_STAGING_BYTES // self.region.spec.payload_bytes, len(self.positions)), 1)
 
 
 def gather(
@@ -34,7 +81,7 @@ def gather(
     *payload_offset*: bytes from the start of a slot to its payload.  Raises LayoutError for positions out of range and
     for an order that such blocks cannot have.
     """
-    _move(region, positions, slab, slots, payload_offset, tag, into_slots=True)
+    _move(_Job(region, positions, slab, slots, payload_offset, tag, into_slots=True))
 
 
 def scatter(
@@ -46,74 +93,40 @@ def scatter(
     """
     if not region.writable:
         raise LayoutError("the tensors are expanded: several elements share memory; call .contiguous() before loading")
-    _move(region, positions, slab, slots, payload_offset, tag, into_slots=False)
+    _move(_Job(region, positions, slab, slots, payload_offset, tag, into_slots=False))
 
 
-def _move(
-    region: Region,
-    positions: BlockPositions,
-    slab: AnySlab,
-    slots: npt.ArrayLike,
-    payload_offset: int,
-    tag: Layout,
-    *,
-    into_slots: bool,
-) -> None:
+def _move(job: _Job) -> None:
     """Choose the way between these tensors and these slots; it is the same in both directions."""
-    if _staged(region, slab, tag):
+    region, slab = job.region, job.slab
+    if _staged(job):
         way = _by_reordering
     elif not region.on_host and launch.serves(region.device):
         way = _by_kernel
     elif region.on_host and slab.device == "cpu":
-        inside, outside, size = descriptors(region, positions, slab, slots, payload_offset, tag)
-        target, source = (inside, outside) if into_slots else (outside, inside)
-        copy_batch(target, source, size)
+        inside, outside, size = job.describe()
+        copy_batch(*job.aimed(inside, outside), size)
         return
     else:
         way = _by_torch
     with beside_compute(region.device, slab.device):
-        if way is not _by_reordering and _in_large_pieces(
-            region, positions, slab, slots, payload_offset, tag, into_slots
-        ):
-            return
-        way(region, positions, slab, slots, payload_offset, tag, into_slots=into_slots)
+        if way is _by_reordering or not _in_large_pieces(job):
+            way(job)
 
 
-def _in_large_pieces(
-    region: Region,
-    positions: BlockPositions,
-    slab: AnySlab,
-    slots: npt.ArrayLike,
-    payload_offset: int,
-    tag: Layout,
-    into_slots: bool,
-) -> bool:
+def _in_large_pieces(job: _Job) -> bool:
     """Hand all pieces to the driver at once, where it serves, the slots are pinned, and no piece is small.
 
     Pieces are joined within a block only: headers lie between the payloads of slots, so none reaches over the end of
     what was pinned in one call.
     """
-    if region.on_host or not isinstance(slab, Slab) or slab.pinned < 1 or not dma.serves(region.device):
+    device, slab = job.region.device, job.slab
+    if job.region.on_host or not isinstance(slab, Slab) or slab.pinned < 1 or not dma.serves(device):
         return False
-    inside, outside, size = dma.joined(*descriptors(region, positions, slab, slots, payload_offset, tag))
+    inside, outside, size = dma.joined(*job.describe())
     if not len(size) or size.min() < dma.WORTHWHILE:
         return False
-    target, source = (inside, outside) if into_slots else (outside, inside)
-    return dma.copy_batch(target, source, size, region.device, stable=not into_slots)
-
-
-def descriptors(
-    region: Region, positions: BlockPositions, slab: AnySlab, slots: npt.ArrayLike, payload_offset: int, tag: Layout
-) -> tuple[Addresses, Addresses, Addresses]:
-    """(addresses in the slab, addresses in the region, sizes), each uint64 [n * k], bytes."""
-    outside, offsets, sizes = region.describe(positions, tag)
-    start = slab.address(slots)
-    start += np.uint64(payload_offset)
-    assert len(start) == len(outside), "one slot per block"
-    inside = start[:, None] + offsets
-    size = np.empty_like(inside)
-    size[:] = sizes
-    return inside.reshape(-1), outside.reshape(-1), size.reshape(-1)
+    return dma.copy_batch(*job.aimed(inside, outside), size, device, stable=not job.into_slots)
 
 
 def copy_slots(
@@ -168,39 +181,25 @@ def _at_once(
     return dma.copy_batch(target, source, np.full(len(source), nbytes, np.uint64), device.device, stable=host is src)
 
 
-def _by_kernel(
-    region: Region,
-    positions: BlockPositions,
-    slab: AnySlab,
-    slots: npt.ArrayLike,
-    payload_offset: int,
-    tag: Layout,
-    *,
-    into_slots: bool,
-) -> None:
+def _by_kernel(job: _Job) -> None:
     """Move blocks of a device's tensors by one launch; to slots elsewhere they pass through payloads beside them."""
-    spec, numbers = region.spec, np.atleast_1d(slots)
-    assert len(numbers) == len(positions), "one slot per block"
+    region, slab, size = job.region, job.slab, job.region.spec.payload_bytes
+    assert len(np.atleast_1d(job.slots)) == len(job.positions), "one slot per block"
     if isinstance(slab, DeviceSlab) and slab.device == region.device:
-        outside, offsets, sizes = region.describe(positions, tag)
-        inside = slab.address_on_device(numbers)[:, None] + np.uint64(payload_offset) + offsets
-        size = np.broadcast_to(sizes, inside.shape).reshape(-1)
-        there, here = (inside, outside) if into_slots else (outside, inside)
-        launch.copy_batch(there.reshape(-1), here.reshape(-1), size, region.device)
+        inside, outside, sizes = job.describe()
+        launch.copy_batch(*job.aimed(inside, outside), sizes, region.device)
         _settle(region.device)
         return
-    step = max(min(_STAGING_BYTES // spec.payload_bytes, len(numbers)), 1)
-    staging = _beside(region, step)
+    staging = _beside(region, job.staging_slots)
     try:
-        for first in range(0, len(numbers), step):
-            some, those = positions[first : first + step], numbers[first : first + step]
-            rows = np.arange(len(those))
-            if into_slots:
-                _by_kernel(region, some, staging, rows, 0, tag, into_slots=True)
-                copy_slots(staging, rows, slab, those, spec.payload_bytes, dst_offset=payload_offset)
+        for part, rows in job.parts(staging):
+            beside = part._replace(slab=staging, slots=rows, payload_offset=0)
+            if job.into_slots:
+                _by_kernel(beside)
+                copy_slots(staging, rows, slab, part.slots, size, dst_offset=job.payload_offset)
             else:
-                copy_slots(slab, those, staging, rows, spec.payload_bytes, src_offset=payload_offset)
-                _by_kernel(region, some, staging, rows, 0, tag, into_slots=False)
+                copy_slots(slab, part.slots, staging, rows, size, src_offset=job.payload_offset)
+                _by_kernel(beside)
     finally:
         staging.close()
 
@@ -210,47 +209,36 @@ def _beside(region: Region, slots: int) -> DeviceSlab:
     return DeviceSlab(slots, region.spec.payload_bytes, region.device)
 
 
-def _staged(region: Region, slab: AnySlab, tag: Layout) -> bool:
+def _staged(job: _Job) -> bool:
     """Whether a packing is involved that is not moved as it is from host to host."""
-    packed = region.tag.packed_tokens or tag.packed_tokens
-    return bool(packed) and not (tag == region.tag and slab.device == "cpu")
+    packed = job.region.tag.packed_tokens or job.tag.packed_tokens
+    return bool(packed) and not (job.tag == job.region.tag and job.slab.device == "cpu")
 
 
-def _by_reordering(
-    region: Region,
-    positions: BlockPositions,
-    slab: AnySlab,
-    slots: npt.ArrayLike,
-    payload_offset: int,
-    tag: Layout,
-    *,
-    into_slots: bool,
-) -> None:
+def _by_reordering(job: _Job) -> None:
     """Move blocks through memory that holds a few of them in the region's own order."""
-    region.check(positions)
-    spec, own, numbers = region.spec, region.tag, np.atleast_1d(slots)
-    assert len(numbers) == len(positions), "one slot per block"
+    region, slab, tag = job.region, job.slab, job.tag
+    region.check(job.positions)
+    spec, own = region.spec, region.tag
+    assert len(np.atleast_1d(job.slots)) == len(job.positions), "one slot per block"
     if not tag.fits(spec):
         raise LayoutError(f"a block of {spec.block_tokens} tokens cannot be in order {tag!r}")
-    if not len(numbers):
+    if not len(job.positions):
         return
-    step = max(min(_STAGING_BYTES // spec.payload_bytes, len(numbers)), 1)
-    staging = Slab(step, round_up(spec.payload_bytes, PAGE), huge_pages=False)
+    staging = Slab(job.staging_slots, round_up(spec.payload_bytes, PAGE), huge_pages=False)
     try:
-        for first in range(0, len(numbers), step):
-            some, here = positions[first : first + step], numbers[first : first + step]
-            rows = np.arange(len(here))
-            if into_slots:
-                gather(region, some, staging, rows, 0, own)
-            for row, slot in enumerate(here.tolist()):
-                payload = _host_bytes(slab, slot)[payload_offset:]
-                if into_slots:
+        for part, rows in job.parts(staging):
+            if job.into_slots:
+                gather(region, part.positions, staging, rows, 0, own)
+            for row, slot in enumerate(np.asarray(part.slots).tolist()):
+                payload = _host_bytes(slab, slot)[job.payload_offset :]
+                if job.into_slots:
                     reorder(staging.view[row], own, payload, tag, spec, region.heads)
-                    _put_back(slab, slot, payload, payload_offset)
+                    _put_back(slab, slot, payload, job.payload_offset)
                 else:
                     reorder(payload, tag, staging.view[row], own, spec, region.heads)
-            if not into_slots:
-                scatter(region, some, staging, rows, 0, own)
+            if not job.into_slots:
+                scatter(region, part.positions, staging, rows, 0, own)
     finally:
         staging.close()
 
@@ -269,23 +257,15 @@ def _put_back(slab: AnySlab, slot: int, payload: npt.NDArray[np.uint8], payload_
         slot_bytes(slab, slot)[payload_offset:].copy_(torch.from_numpy(payload))
 
 
-def _by_torch(
-    region: Region,
-    positions: BlockPositions,
-    slab: AnySlab,
-    slots: npt.ArrayLike,
-    payload_offset: int,
-    tag: Layout,
-    *,
-    into_slots: bool,
-) -> None:
-    region.check(positions)
-    for i, slot in enumerate(np.atleast_1d(slots).tolist()):
-        block = typed_block(slot_bytes(slab, slot), payload_offset, region.spec, tag)
-        by_token = block if tag == Layout.LCND else block.transpose(2, 3)
-        for layer, c, tokens, tensor in region.block_views(positions, i):
+def _by_torch(job: _Job) -> None:
+    region, slab = job.region, job.slab
+    region.check(job.positions)
+    for i, slot in enumerate(np.atleast_1d(job.slots).tolist()):
+        block = typed_block(slot_bytes(slab, slot), job.payload_offset, region.spec, job.tag)
+        by_token = block if job.tag == Layout.LCND else block.transpose(2, 3)
+        for layer, c, tokens, tensor in region.block_views(job.positions, i):
             part = by_token[layer, c, tokens]
-            if into_slots:
+            if job.into_slots:
                 part.copy_(tensor)
             else:
                 tensor.copy_(part)

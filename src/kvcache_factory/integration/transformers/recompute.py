@@ -20,12 +20,12 @@ class _ScatterLayer(DynamicLayer):  # type: ignore[misc]
     What it writes over the rows of *reused* is compared with what was there.  The pass ends here if ``ends``.
     """
 
-    def __init__(self, keys: torch.Tensor, values: torch.Tensor, reused: torch.Tensor) -> None:
+    def __init__(self, keys: torch.Tensor, values: torch.Tensor, reused: torch.Tensor, *, ends: bool = False) -> None:
         super().__init__()
         self.keys, self.values, self.is_initialized = keys, values, True
         self.dtype, self.device = keys.dtype, keys.device
         self.rows = torch.empty(0, dtype=torch.long)
-        self.reused, self.ends = reused, False
+        self.reused, self.ends = reused, ends
         self.drift: list[torch.Tensor] = []
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -61,8 +61,7 @@ def recompute(
     Every row attends to all tokens before it, whoever computed them.  Returns, for the rows that *reused* ``bool
     [tokens]`` marks, how far what was there had been off: ``float32 [layers, n']``.
     """
-    layers = [_ScatterLayer(k, v, reused) for k, v in zip(keys, values, strict=True)]
-    _run(model, ids, rows, layers)
+    layers = _run(model, ids, rows, [_ScatterLayer(*layer, reused) for layer in zip(keys, values, strict=True)])
     drift = [torch.cat(layer.drift) for layer in layers if layer.drift]
     return torch.stack(drift) if drift else torch.empty(0)
 
@@ -80,13 +79,13 @@ def judge(
     They are right afterwards if *rows* are all that were not.  Returns how far those of the rows that *reused* marks
     had been off in that last layer: ``float32 [n']``.
     """
-    layers = [_ScatterLayer(k, v, reused) for k, v in zip(keys, values, strict=True)]
-    layers[-1].ends = True
-    _run(model, ids, rows, layers)
-    return torch.cat(layers[-1].drift)
+    *before, last = zip(keys, values, strict=True)
+    ends = _ScatterLayer(*last, reused, ends=True)
+    _run(model, ids, rows, [*(_ScatterLayer(*layer, reused) for layer in before), ends])
+    return torch.cat(ends.drift)
 
 
-def _run(model: Any, ids: torch.Tensor, rows: torch.Tensor, layers: list[_ScatterLayer]) -> None:
+def _run(model: Any, ids: torch.Tensor, rows: torch.Tensor, layers: list[_ScatterLayer]) -> list[_ScatterLayer]:
     cache = Cache(layers=layers)
     columns = torch.arange(len(ids), device=ids.device)
     for part in torch.split(rows, _ROWS):
@@ -99,6 +98,7 @@ def _run(model: Any, ids: torch.Tensor, rows: torch.Tensor, layers: list[_Scatte
             _decode(
                 model, ids[part], cache, attention_mask=mask[None, None], position_ids=part[None], cache_position=part
             )
+    return layers
 
 
 class _Enough(Exception):
