@@ -256,7 +256,7 @@ def test_a_disk_gets_the_encoded_bytes_of_what_is_decoded(opened: Any, tmp_path:
     before = decoded.count
     tip = int(memory.index.rows_of(chain.keys)[-1])
     memory.index.pin(tip)
-    cache.manager._chain.flow._copy_chain(0, tip, 1, Event.DEMOTED)
+    cache.manager._chain.flow.copy_chain(0, tip, 1, Event.DEMOTED)
     assert decoded.count == before
     assert disk.held_bytes < 0.7 * BLOCKS * disk.spec.slot_bytes
     cache.manager.evict(BLOCKS)

@@ -187,7 +187,7 @@ def test_what_a_copy_to_the_disk_held_is_encoded_after_it(
     """Whichever of the two jobs is first: each copy is made small once, from what was exact, and none is left over."""
     cache = opened(levels(tmp_path), compression_policy=CompressionPolicy(threshold_step=50))
     flow, tried, left = cache.manager._chain.flow, threading.Event(), threading.Event()
-    copy, encode = flow._copy_chain, flow._encode
+    copy, encode = flow.copy_chain, flow._encode
 
     def late_copy(*args: Any) -> None:
         assert hurried == "copy" or tried.wait(60)
@@ -199,7 +199,7 @@ def test_what_a_copy_to_the_disk_held_is_encoded_after_it(
         encode(number)
         tried.set()
 
-    monkeypatch.setattr(flow, "_copy_chain", late_copy)
+    monkeypatch.setattr(flow, "copy_chain", late_copy)
     monkeypatch.setattr(flow, "_encode", late_encode)
     cache.save(TOKENS)
     assert [cache.count("encoded", "int8", tier) for tier in ("cpu", "disk")] == [BLOCKS - 2] * 2
@@ -351,7 +351,7 @@ def test_encoded_blocks_move_down_as_they_are(opened: Any, tmp_path: Path) -> No
     memory, lower = cache.manager._chain.tiers
     tip = int(memory.index.rows_of(cache.space.chain(TOKENS).keys)[-1])
     memory.index.pin(tip)
-    cache.manager._chain.flow._copy_chain(0, tip, 1, Event.DEMOTED)
+    cache.manager._chain.flow.copy_chain(0, tip, 1, Event.DEMOTED)
     assert cache.count("kept_raw", "coded_already") == BLOCKS - 2
     assert lower.index.codings.max() == 1
     assert lower.held_bytes < 0.7 * BLOCKS * SPEC.slot_bytes

@@ -217,7 +217,7 @@ class TierChain:
     def evict(self, blocks: int, number: int = 0) -> int:
         """Let up to *blocks* blocks leave tier *number* by policy; returns how many did."""
         if self.remote is not None and self.remote.takes_leaving(number):
-            return self.flow.move_out(number, blocks)
+            return self.flow.demotion.move_out(number, blocks)
         tier = self.tiers[number]
         keys = tier.evict(blocks)
         tier.count_evicted(keys, self.flow.below(number))

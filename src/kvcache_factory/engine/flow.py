@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
 import msgspec
-import numpy as np
 
 from ..block.spec import BlockSpec
 from ..errors import StoreError
 from ..policy.base import NO_HINT, RequestHint
 from .copying import copy_part
 from .decoding import Decoder
+from .demotion import Demotion
 from .fetch import Fetcher
 from .io import IOPool, Lane, Ticket
 from .lasting import LastingTier
@@ -27,7 +26,7 @@ from .stages import Stages
 from .table import Keys, Rows
 from .tier import Ingestion, Tier
 from .transit import Transit
-from .values import NOT_ADMITTED, Chain, StoredChain
+from .values import NOT_ADMITTED, StoredChain
 
 ENCODED_AT_ONCE = 16
 """Blocks that one background job encodes in memory."""
@@ -75,7 +74,7 @@ class Flow:
         self.tiers = tiers
         self.settings = settings
         self.roots = roots
-        self._demoting = [False] * len(tiers)
+        self.demotion = Demotion(self)
         self._encoding = [False] * len(tiers)
         self._encodes = [threading.Lock() for _ in tiers]
         self._transit: Transit | None = None
@@ -164,7 +163,7 @@ class Flow:
         else:
             self.tiers[number].index.unpin(tip)
         self.encode_soon(number)
-        self._demote_if_full(number)
+        self.demotion.begin_if_full(number)
 
     def encode_all_soon(self) -> None:
         """As :meth:`encode_soon`, for every tier."""
@@ -236,7 +235,7 @@ class Flow:
         """
         again = partial(self._send_down, number, tip, hint)
         if not self.tiers[number].index.when_whole(tip, again):
-            self._copy_chain(number, tip, number + 1, Event.DEMOTED, hint)
+            self.copy_chain(number, tip, number + 1, Event.DEMOTED, hint)
 
     def promote(self, number: int, tip: int) -> Ticket | None:
         """Copy the chain that ends in *tip*, which the caller holds, to the first tier in the background."""
@@ -244,7 +243,7 @@ class Flow:
             return None
         tier = self.tiers[number]
         tier.index.pin(tip)
-        ticket = self.io.submit(Lane.LOAD, partial(self._copy_chain, number, tip, 0, Event.PROMOTED))
+        ticket = self.io.submit(Lane.LOAD, partial(self.copy_chain, number, tip, 0, Event.PROMOTED))
         if ticket is None:
             tier.index.unpin(tip)
         return ticket
@@ -254,9 +253,9 @@ class Flow:
         another."""
         tip = self.tiers[number].index.hold(key)
         if tip >= 0:
-            self._copy_chain(number, tip, target_number, Event.DEMOTED)
+            self.copy_chain(number, tip, target_number, Event.DEMOTED)
 
-    def _copy_chain(
+    def copy_chain(
         self, source_number: int, tip: int, target_number: int, event: Event, hint: RequestHint = NO_HINT
     ) -> None:
         """Make the chain that ends in the pinned row *tip* present in another tier, then unpin it.
@@ -281,7 +280,7 @@ class Flow:
             further = target_number + 1
             if reservation.reason == NOT_ADMITTED and event is Event.DEMOTED and further < len(self.tiers):
                 source.index.pin(tip)
-                self._copy_chain(source_number, tip, further, event, hint)
+                self.copy_chain(source_number, tip, further, event, hint)
         finally:
             source.index.unpin(tip)
             source.settle()
@@ -351,80 +350,3 @@ class Flow:
                 target.index.unpin(int(rows[-1]))
             target.settle()
         return written
-
-    def _demote_if_full(self, number: int) -> None:
-        goes_on = self.below(number) is not None or self._takes_leaving(number) is not None
-        full = goes_on and self.tiers[number].surplus(self.settings.demote_at) > 0
-        if full and not self._demoting[number]:
-            self._demoting[number] = True
-            if self.io.submit(Lane.STORE, partial(self._demote, number)) is None:
-                self._demoting[number] = False
-
-    def _demote(self, number: int) -> None:
-        """Move the blocks that would leave first one tier down, until the tier is as empty as it should be."""
-        self._demoting[number] = False
-        tier = self.tiers[number]
-        surplus = math.ceil(tier.surplus(self.settings.demote_to))
-        if surplus > 0:
-            self.move_out(number, surplus)
-
-    def move_out(self, number: int, count: int) -> int:
-        """Let up to *count* blocks leave tier *number* by policy once they are where they belong then.
-
-        Returns how many left; a level below that is out of order keeps them here, a remote one does not.
-        """
-        tier, outside = self.tiers[number], self._takes_leaving(number)
-        rows = tier.index.select_victims(count)
-        try:
-            written = outside.take_leaving(rows) if outside is not None else None
-            below = self._move_down(number, rows) if self.below(number) is not None else None
-        except BaseException:  # the tier below is out of order: what it did not get stays here
-            for row in rows.tolist():
-                tier.index.unpin(row)
-            raise
-        kept = tier.index.keys[rows[written]] if written is not None else None
-        left = tier.index.remove_selected(rows)
-        tier.count_evicted(left, below, kept)
-        return len(left)
-
-    def make_room(self, chain: Chain, first: int, count: int) -> None:
-        """Before a save: let what must leave the first tier for it leave by way of the remote level, if that takes it.
-
-        *chain* is saved from number *first* on, *count* blocks of it.
-        """
-        leaving = self.remote.leaving if self.remote is not None else None
-        if leaving is None:
-            return
-        tier, index = self.tiers[0], self.tiers[0].index
-        short = int(np.count_nonzero(~index.knows(chain.keys[first : first + count]))) - index.capacity + index.used
-        if short <= 0:
-            return
-        resident = index.peek(chain)
-        held = index.hold(chain.keys[resident - 1 : resident]) if resident else -1
-        rows = index.select_victims(short)
-        kept = np.zeros(len(rows), np.bool_)
-        try:
-            kept = leaving.send(rows, "transit_full")
-        finally:
-            keys = index.keys[rows[kept]]
-            tier.count_evicted(index.remove_selected(rows), self.below(0), keys)
-            if held >= 0:
-                index.unpin(held)
-
-    def _move_down(self, number: int, rows: Rows) -> Tier:
-        """Have what is missing of *rows* in the tier that they go to when they leave; returns that tier."""
-        tier = self.tiers[number]
-        lower = number + 1 if tier.swap_to is None else tier.swap_to
-        below = self.tiers[lower]
-        missing = rows[below.index.rows_of(tier.index.keys[rows]) < 0]
-        while len(missing):
-            tip = int(missing[tier.index.depth[missing].argmax()])
-            tier.index.pin(tip)
-            covered = tier.index.stored_chain(tip, self.roots).rows
-            self._copy_chain(number, tip, lower, Event.DEMOTED)
-            missing = missing[~np.isin(missing, covered) & (missing != tip)]
-        return below
-
-    def _takes_leaving(self, number: int) -> RemoteLevel | None:
-        """The remote level, if it takes what leaves tier *number*."""
-        return self.remote if self.remote is not None and self.remote.takes_leaving(number) else None

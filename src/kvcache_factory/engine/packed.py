@@ -220,13 +220,14 @@ class PackedTier(Tier):
         able = index.visible() & (self._place != NOWHERE) & (self._sizes == 0)
         able &= (index.codings == 0) & (index.depth >= rule.keep_first)
         able &= self._refused != index.generation + np.uint32(1)
-        if rule.max_hits is not None:
-            able &= index.hits <= rule.max_hits
-        able &= self._touched <= self._clock() - rule.min_age_s
         rows = np.flatnonzero(able).astype(np.int32)
         if len(rows):
             behind = (index.deepest()[rows] - index.depth[rows]) * spec.block_tokens
             rows = self.movable.unheld(rows[behind >= rule.behind_tokens])
+        # Only now: a request that has ended since must have left its mark.
+        rows = rows[self._touched[rows] <= self._clock() - rule.min_age_s]
+        if rule.max_hits is not None:
+            rows = rows[index.hits[rows] <= rule.max_hits]
         if not rule.when_full:
             return rows[np.argsort(self._touched[rows], kind="stable")][:most]
         chosen = self.index.select_victims(len(rows) + self.packed_blocks)

@@ -119,7 +119,7 @@ class Saving:
         fidelity = max(fidelity, Fidelity(chain.found_fidelity))
         if self.seen is not None:
             self.seen.add(chain.keys[first : first + count])
-        self.flow.make_room(chain, first, count)
+        self.flow.demotion.make_room(chain, first, count)
         with self.flow.stages(tier.name, "save_reserve"):
             reservation = tier.reserve(chain, root, first, count, fidelity, self.mover.layout_code(tag), hint)
         tier.count_left(reservation, self.flow.below(0))
