@@ -32,8 +32,6 @@ from .blocks import Coded
 from .reader import KV, PrunedKV, Reader, cache_of
 
 _QUERIES = 64
-_TRIES = 3
-"""A disk that is late is a miss to an engine, which computes instead; here it is asked again."""
 DROP, DEMOTE = "drop_blocks", "demote_blocks"
 
 
@@ -134,12 +132,12 @@ class Demotion:
         out[:, :, :, : chain.num_blocks * self._spec.block_tokens] = 0
         region, positions = self._region(out)
         begun = time.process_time()
-        for _ in range(_TRIES):
-            match = self._space.match(chain, "measured")
-            loaded = self._space.load(match, region, positions[: match.blocks])
-            self._space.release("measured")
-            if loaded == chain.num_blocks:
-                break
+        ticket = self._space.prefetch(chain)
+        if ticket is not None:
+            ticket.wait()  # for as long as the disk takes: an engine would compute what is late
+        match = self._space.match(chain, "measured")
+        loaded = self._space.load(match, region, positions[: match.blocks])
+        self._space.release("measured")
         self.seconds += time.process_time() - begun
         self.bytes_read += loaded * self._spec.payload_bytes
         if loaded != chain.num_blocks:
