@@ -27,7 +27,9 @@ def test_a_row_for_each_way_and_size(connector: str, compared: bool) -> None:
     ]  # fmt: skip
     shown = connector if connector == OWN else connector.upper()
     assert all(row["connector"] == shown and row["gb_s"] >= 0 and row["rounds"] == 1 for row in rows)
-    assert all((row["ratio"] is not None) == (row["raw_gb_s"] is not None) == compared for row in rows)
+    assert all(
+        (row[key] is not None) == compared for row in rows for key in ("beside", "ratio", "verified_ratio", "raw_gb_s")
+    )
 
 
 def test_options_reach_the_connector() -> None:
@@ -76,13 +78,36 @@ def test_a_slow_store_gets_fewer_rounds(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize("size", [64 << 10, 3 << 20])
-def test_raw_redis_gives_back_what_it_took(size: int) -> None:
+@pytest.mark.parametrize("client", ["socket", "redis-py"])
+def test_raw_redis_gives_back_what_it_took(client: str, size: int) -> None:
     """Whatever share of the answers it asks for ahead."""
+    if client == "redis-py":
+        pytest.importorskip("redis", reason="the package redis is not installed")
     with redis_server() as server:
-        client = raw_clients.RawRedis({"url": server.url})
+        clients = raw_clients.raw_clients("REDIS", {"url": server.url})
+        raw = clients[client]
         names, sent = [b"%d" % i for i in range(5)], [bytes([i]) * size for i in range(5)]
-        client.put(names, [memoryview(value) for value in sent])
+        raw.put(names, [memoryview(value) for value in sent])
         target = [bytearray(size) for _ in names]
-        client.get(names, [memoryview(value) for value in target])
+        raw.get(names, [memoryview(value) for value in target])
         assert target == sent
-        client.close()
+        for each in clients.values():
+            each.close()
+
+
+@pytest.mark.parametrize("connector", ["SHFS", "ROCKSDB"])
+def test_a_directory_that_is_given_can_be_measured_again_and_again(connector: str, tmp_path: Path) -> None:
+    """Yardsticks have directories of their own in it, which go with them: an old database is no empty one."""
+    if connector == "ROCKSDB":
+        pytest.importorskip("rocksdict", reason="the package rocksdict is not installed")
+    for _ in range(2):
+        assert len(l2.run_l2(connector, [f"root={tmp_path}"], quick=True)) == 4
+    assert not list(tmp_path.glob("raw-*"))
+
+
+def test_a_yardstick_whose_package_is_missing_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others are measured."""
+    monkeypatch.setattr(raw_clients, "find_spec", lambda name: None)
+    with redis_server() as server:
+        rows = l2.run_l2("REDIS", [f"url={server.url}"], quick=True)
+    assert {row["beside"] for row in rows} == {"socket"}

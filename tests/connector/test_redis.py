@@ -294,6 +294,43 @@ def test_a_frozen_server_is_a_timeout_and_a_cancelled_call_lets_go_at_once(execu
         hasty.close()
 
 
+@pytest.mark.parametrize(("size", "connections"), [(PAGE, 1), (2 << 20, 2)])
+def test_many_bytes_come_over_two_connections(executor: Executor, call: Call, size: int, connections: int) -> None:
+    """Each value in its region, and a missing one does not shift the others."""
+    memory, keys = Memory(size), [b"%d" % number for number in range(8)]
+    with redis_server() as server:
+        connector = redis(executor, server.url)
+        assert connector.open().is_ok()
+        assert all(s.is_ok() for s in call(connector.mput(keys[:4], [memory[n] for n in range(4)])))
+        assert call(connector.delete(keys[2])).is_ok()
+        statuses = call(connector.mget(keys[:4], [memory[7 - n] for n in range(4)]))
+        assert [status.is_ok() for status in statuses] == [True, True, False, True]
+        assert statuses[2].is_not_found()
+        for n in (0, 1, 3):
+            assert np.array_equal(memory.row(memory.bytes, 7 - n), memory.original(n))
+        assert np.array_equal(memory.row(memory.bytes, 5), memory.original(5))
+        [node] = connector._nodes._servers.values()
+        assert len(node._idle) == connections
+        connector.close()
+
+
+def test_both_connections_let_go_when_a_large_batch_is_cancelled(executor: Executor, call: Call) -> None:
+    """A frozen server: every region is free when the call has ended, and the server is used again afterwards."""
+    memory, keys = Memory(4 << 20), [b"%d" % number for number in range(4)]
+    with redis_server() as server:
+        connector = redis(executor, server.url, timeout_s=300.0)
+        assert connector.open().is_ok()
+        assert all(s.is_ok() for s in call(connector.mput(keys, [memory[n] for n in range(4)])))
+        server.freeze()
+        with pytest.raises(TimeoutError):
+            call(asyncio.wait_for(connector.mget(keys, [memory[4 + n] for n in range(4)]), 0.2))
+        server.thaw()
+        for n in range(4):
+            assert np.array_equal(memory.row(memory.bytes, 4 + n), memory.original(4 + n))
+        assert all(s.is_ok() for s in call(connector.mget(keys, [memory[4 + n] for n in range(4)])))
+        connector.close()
+
+
 def test_a_full_server_is_out_of_memory(executor: Executor, call: Call) -> None:
     """A server that evicts nothing refuses; what it holds can be read."""
     memory = Memory(2 << 20)

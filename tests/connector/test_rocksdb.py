@@ -108,3 +108,43 @@ def test_no_connection_is_named_out_of_its_root(name: str, tmp_path: Path) -> No
     path = private_directory(str(tmp_path / "root"), name)
     assert path.resolve().parent == tmp_path / "root"
     assert not path.name.startswith(".")
+
+
+def test_a_database_that_is_opened_again_keeps_all_values_through_its_compactions(
+    executor: Executor, tmp_path: Path, call: Call
+) -> None:
+    """With a time to live; the package has lost them then, where column families were not named."""
+    memory, keys = Memory(PAGE), [b"%03d" % number for number in range(40)]
+    for opening in range(3):
+        connector = rocksdb(executor, tmp_path, ttl_s=600)
+        assert connector.open().is_ok()
+        connector._db.compact_range(None, None)
+        connector._marks.compact_range(None, None)
+        for key in keys if opening else []:
+            assert call(connector.get(key, memory[1])).is_ok()
+            assert memory[1].tobytes() == memory[0].tobytes()
+        for key in keys:
+            assert call(connector.put(key, memory[0])).is_ok()
+        connector.close()
+
+
+def test_a_value_that_a_crash_left_without_its_mark_is_not_there(
+    executor: Executor, tmp_path: Path, call: Call
+) -> None:
+    """Until it is put again; an older mark stands for the newer value where their lengths agree, and else for none."""
+    connector, memory = rocksdb(executor, tmp_path), Memory(PAGE)
+    assert connector.open().is_ok()
+    connector._db[b"key"] = memory[0].tobytes()
+    assert connector_says(connector, call, b"key", memory) == (False, False)
+    assert call(connector.put(b"key", memory[0])).is_ok()
+    assert connector_says(connector, call, b"key", memory) == (True, True)
+    connector._db[b"key"] = memory[0].tobytes()[::-1]
+    assert connector_says(connector, call, b"key", memory) == (True, True)
+    connector._db[b"key"] = b"shorter"
+    assert connector_says(connector, call, b"key", memory) == (True, False)
+    connector.close()
+
+
+def connector_says(connector: RocksDBConnector, call: Call, key: bytes, memory: Memory) -> tuple[bool, bool]:
+    """Whether it says that a value is there, and whether it gives it."""
+    return call(connector.exists(key)).is_ok(), call(connector.get(key, memory[1])).is_ok()

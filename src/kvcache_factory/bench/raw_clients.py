@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import shutil
 import socket
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import urlsplit
@@ -35,10 +38,7 @@ class RawRedis:
     """
 
     def __init__(self, options: Mapping[str, Any]) -> None:
-        url = urlsplit(options.get("url", "redis://127.0.0.1:6379"))
-        if url.scheme != "redis" or url.password:
-            raise ConfigError("bench l2 measures Redis over TCP, without a password: --option url=redis://host:port")
-        self._socket = socket.create_connection((url.hostname or "127.0.0.1", url.port or 6379), 5)
+        self._socket = socket.create_connection(_redis_address(options), 5)
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._reader = self._socket.makefile("rb", buffering=64 << 10)
 
@@ -75,12 +75,41 @@ class RawRedis:
         self._socket.close()
 
 
+class RedisPackage:
+    """What people write with the package ``redis``: a pipeline of SETs, an MGET, and a copy of each value."""
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        import redis
+
+        host, port = _redis_address(options)
+        self._client: Any = redis.Redis(host=host, port=port)
+
+    def put(self, names: Sequence[bytes], views: Sequence[memoryview]) -> None:
+        pipeline = self._client.pipeline(transaction=False)
+        for name, view in zip(names, views, strict=True):
+            pipeline.set(name, view)
+        pipeline.execute()
+
+    def get(self, names: Sequence[bytes], views: Sequence[memoryview]) -> None:
+        for value, view in zip(self._client.mget(names), views, strict=True):
+            view[:] = value
+
+    def close(self) -> None:
+        self._client.close()
+
+
+def _redis_address(options: Mapping[str, Any]) -> tuple[str, int]:
+    url = urlsplit(options.get("url", "redis://127.0.0.1:6379"))
+    if url.scheme != "redis" or url.password:
+        raise ConfigError("bench l2 measures Redis over TCP, without a password: --option url=redis://host:port")
+    return url.hostname or "127.0.0.1", url.port or 6379
+
+
 class RawFiles:
     """One file for each value: written beside and renamed, read straight into memory."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
-        self._root = Path(options["root"]) / "raw"
-        self._root.mkdir(exist_ok=True)
+        self._root = _place(options)
 
     def put(self, names: Sequence[bytes], views: Sequence[memoryview]) -> None:
         for name, view in zip(names, views, strict=True):
@@ -97,7 +126,7 @@ class RawFiles:
                     view = view[file.readinto(view) :]
 
     def close(self) -> None:
-        """Nothing is held."""
+        shutil.rmtree(self._root)
 
 
 class RawRocksDB:
@@ -117,7 +146,8 @@ class RawRocksDB:
         given.set_max_background_jobs(8)
         given.set_compression_type(rocksdict.DBCompressionType.none())
         access = rocksdict.AccessType.read_write().with_ttl(600)
-        self._db: Any = rocksdict.Rdict(str(Path(options["root"]) / "raw"), given, access_type=access)
+        self._root = _place(options)
+        self._db: Any = rocksdict.Rdict(str(self._root), given, access_type=access)
 
     def put(self, names: Sequence[bytes], views: Sequence[memoryview]) -> None:
         for name, view in zip(names, views, strict=True):
@@ -129,6 +159,12 @@ class RawRocksDB:
 
     def close(self) -> None:
         self._db.close()
+        shutil.rmtree(self._root)
+
+
+def _place(options: Mapping[str, Any]) -> Path:
+    """A directory of its own beside that of the connector, to be removed with the client."""
+    return Path(tempfile.mkdtemp(prefix="raw-", dir=options["root"]))
 
 
 class RawDict:
@@ -149,10 +185,21 @@ class RawDict:
         self._values.clear()
 
 
-RAW_CLIENTS: dict[str, Callable[[Mapping[str, Any]], RawClient]] = {
-    "MOCK": RawDict,
-    "REDIS": RawRedis,
-    "ROCKSDB": RawRocksDB,
-    "SHFS": RawFiles,
+RAW_CLIENTS: dict[str, dict[str, Callable[[Mapping[str, Any]], RawClient]]] = {
+    "MOCK": {"dict": RawDict},
+    "REDIS": {"socket": RawRedis, "redis-py": RedisPackage},
+    "ROCKSDB": {"rocksdict": RawRocksDB},
+    "SHFS": {"files": RawFiles},
 }
-"""Yardsticks by connector; others are measured alone."""
+"""Yardsticks by connector, the shortest first; other connectors are measured alone."""
+_PACKAGES = {"redis-py": "redis"}
+
+
+def raw_clients(connector: str, options: Mapping[str, Any]) -> dict[str, RawClient]:
+    """The yardsticks for a connector, as far as their packages are installed."""
+    makers = RAW_CLIENTS.get(connector.upper(), {})
+    return {
+        name: make(options)
+        for name, make in makers.items()
+        if name not in _PACKAGES or find_spec(_PACKAGES[name]) is not None
+    }

@@ -2,7 +2,8 @@
 
 Beside each value stands a mark in a column family of its own: the value's length and the time of its writing.  A
 look-up reads the mark only, where ``key in db`` would read the value; and a value is gone to the second when its time
-is over, where RocksDB itself forgets it with some later compaction.
+is over, where RocksDB itself forgets it with some later compaction.  Marks are written behind their values: batches of
+both cost a fifth more, and a value that a crash left without a mark is only not there yet.
 """
 
 from __future__ import annotations
@@ -114,31 +115,33 @@ class RocksDBConnector(BlockingConnector):
     def get_all(self, call: Call, keys: Sequence[bytes], mrs: Sequence[MemoryRegion]) -> Statuses:
         statuses: Statuses = []
         for key, mr, length in zip(keys, mrs, self._lengths(keys), strict=True):
-            value = self._db.get(key) if mr.takes(length) else None
-            if value is not None and len(value) == length:
-                mr.shortened(length).fill(value)
-                mr.has_come()
-                statuses.append(Status())
-            else:
-                missing = length < 0 or mr.takes(length)
-                statuses.append(found(False) if missing else wrong_length(key, length, mr.length))
             if call.cancelled:
                 break
+            statuses.append(self._get(key, mr, length))
         return statuses + [Status(StatusCodes.CANCELLED)] * (len(keys) - len(statuses))
 
+    def _get(self, key: bytes, mr: MemoryRegion, length: int) -> Status[Any]:
+        if length >= 0 and not mr.takes(length):
+            return wrong_length(key, length, mr.length)
+        value = self._db.get(key) if length >= 0 else None
+        if value is None or len(value) != length:
+            return found(False)
+        mr.shortened(length).fill(value)
+        mr.has_come()
+        return Status()
+
     def put_all(self, call: Call, keys: Sequence[bytes], mrs: Sequence[MemoryRegion]) -> Statuses:
-        module = _rocksdict()
-        statuses: Statuses = []
+        marks = _rocksdict().WriteBatch(raw_mode=True)
+        done = 0
         for key, mr in zip(keys, mrs, strict=True):
             if call.cancelled or not mr.wait_ready():
                 break
-            batch = module.WriteBatch(raw_mode=True)  # both or neither
-            batch.put(key, bytes(mr.view))
-            batch.put(key, _MARK.pack(mr.length, self.clock()), self._marks_handle)
-            self._db.write(batch)
-            statuses.append(Status())
+            self._db[key] = bytes(mr.view)
+            marks.put(key, _MARK.pack(mr.length, self.clock()), self._marks_handle)
+            done += 1
+        self._db.write(marks)
         why = StatusCodes.CANCELLED if call.cancelled else StatusCodes.TIMEOUT
-        return statuses + [Status(why)] * (len(keys) - len(statuses))
+        return [Status()] * done + [Status(why)] * (len(keys) - done)
 
     def delete_all(self, call: Call, keys: Sequence[bytes]) -> Statuses:
         module = _rocksdict()

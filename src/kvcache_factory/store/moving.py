@@ -107,4 +107,7 @@ class Moves(msgspec.Struct, frozen=True):
 
 def region_by_region(connector: Connector[bytes, Any] | None) -> bool:
     """Whether the connector itself takes regions when they are ready, and says when they have come."""
-    return isinstance(connector, OptionsConnector) and connector.region_by_region
+    if not isinstance(connector, OptionsConnector) or not connector.region_by_region:
+        return False
+    feature = connector.feature  # others have values of several regions, or move them by calls that do not wait
+    return feature.mput_mget and not (feature.zero_copy or feature.gdr_put or feature.gdr_get)

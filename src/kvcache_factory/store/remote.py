@@ -111,7 +111,7 @@ class RemoteStore(OutsideStore):
             raise
         self._by_region = region_by_region(self._connector)
         piece_bytes = self.settings.sent_piece_bytes if self._by_region else self.settings.piece_bytes
-        self._piece_blocks = max(piece_bytes // spec.slot_bytes, 1)
+        self._piece_blocks = -(-piece_bytes // spec.slot_bytes)
         look_bytes = self.settings.look_bytes if self._by_region else self.settings.piece_bytes
         self._look_blocks = max(look_bytes // spec.slot_bytes, 1)
         self._loop = LoopThread("kvcache-factory-remote-loop")
