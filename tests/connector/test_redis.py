@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.servers import Server, make_certificates, redis_answers, redis_cluster, redis_server, until
+from tests.servers import Server, make_certificates, redis_cluster, redis_server
 
 from kvcache_factory.connector import Connector, redis_nodes
 from kvcache_factory.connector.blocking import Call as Batch
@@ -19,7 +18,6 @@ from kvcache_factory.connector.redis import RedisConnector, RedisOptions, redis_
 from kvcache_factory.connector.redis_nodes import Request, slot_of
 from kvcache_factory.connector.resp import Access, Address, RespConnection
 from kvcache_factory.errors import ConfigError
-from kvcache_factory.status import StatusCodes
 from kvcache_factory.testing.connectors import PAGE, Call, ConnectorTests, Memory
 
 PASSWORD = "correct horse battery staple"
@@ -233,67 +231,6 @@ def _move(nodes: list[RespConnection], ids: list[str], slot: int, target: int) -
         node.ask("CLUSTER", "SETSLOT", slot, "NODE", ids[target])
 
 
-def test_a_dead_node_costs_its_own_keys_only(executor: Executor, call: Call) -> None:
-    """kill -9 of one master between two batches: the others answer, and the dead one again when it is back."""
-    memory = Memory(PAGE)
-    with redis_cluster() as servers:
-        connector = redis(executor, ",".join([servers[0].url, f"127.0.0.1:{servers[1].port}"]))
-        assert connector.open().is_ok()
-        keys = [b"key/%d" % number for number in range(60)]
-        assert all(s.is_ok() for s in call(connector.mput(keys, [memory[0]] * 60)))
-        servers[0].kill()
-        there = [status.is_ok() for status in call(connector.mexists(keys))]
-        assert 0 < sum(there) < 60
-        regions = [memory[number % 4] for number in range(60)]
-        assert [status.is_ok() for status in call(connector.mget(keys, regions))] == there
-        assert [status.is_ok() for status in call(connector.mput(keys, regions))] == there
-        codes = {status.error_code for status in call(connector.mget(keys, regions))}
-        assert codes == {StatusCodes.OK, StatusCodes.NOT_FOUND}  # a miss is no failure: the others are to be asked on
-        for server in servers[1:]:
-            server.kill()
-        assert not any(s.error_code is StatusCodes.NOT_FOUND for s in call(connector.mget(keys, regions)))
-        for server in servers:
-            server.start()
-        until(lambda: all(s.is_ok() for s in call(connector.mput(keys, regions))), "all of them are used again")
-        connector.close()
-
-
-def test_a_restarted_server_is_used_again(executor: Executor, call: Call) -> None:
-    """Connections that died meanwhile cost nothing: the first batch after the restart succeeds."""
-    memory = Memory(PAGE)
-    with redis_server() as server:
-        connector = redis(executor, server.url)
-        assert connector.open().is_ok()
-        assert call(connector.put(b"key", memory[0])).is_ok()
-        server.kill()
-        refused = call(connector.put(b"key", memory[0]))
-        assert refused.is_error()
-        server.start()
-        until(lambda: redis_answers(server.port), "the server is back")
-        until(lambda: call(connector.put(b"key", memory[0])).is_ok(), "the server is used again")
-        connector.close()
-
-
-def test_a_frozen_server_is_a_timeout_and_a_cancelled_call_lets_go_at_once(executor: Executor, call: Call) -> None:
-    """SIGSTOP: a call ends with its own time, or when it is cancelled, and its region is free then."""
-    memory = Memory(2 << 20)
-    with redis_server() as server:
-        patient, hasty = redis(executor, server.url, timeout_s=300.0), redis(executor, server.url, timeout_s=0.2)
-        assert patient.open().is_ok()
-        assert hasty.open().is_ok()
-        assert call(patient.put(b"key", memory[0])).is_ok()
-        server.freeze()
-        assert call(hasty.get(b"key", memory[1])).is_timeout()
-        with pytest.raises(TimeoutError):  # of wait_for, which returns when the cancelled coroutine has ended
-            call(asyncio.wait_for(patient.get(b"key", memory[2]), 0.2))
-        server.thaw()
-        assert call(patient.get(b"key", memory[3])).is_ok()
-        assert np.array_equal(memory.row(memory.bytes, 3), memory.original(0))
-        assert np.array_equal(memory.row(memory.bytes, 2), memory.original(2))
-        patient.close()
-        hasty.close()
-
-
 @pytest.mark.parametrize(("size", "connections"), [(PAGE, 1), (2 << 20, 2)])
 def test_many_bytes_come_over_two_connections(executor: Executor, call: Call, size: int, connections: int) -> None:
     """Each value in its region, and a missing one does not shift the others."""
@@ -311,36 +248,6 @@ def test_many_bytes_come_over_two_connections(executor: Executor, call: Call, si
         assert np.array_equal(memory.row(memory.bytes, 5), memory.original(5))
         [node] = connector._nodes._servers.values()
         assert len(node._idle) == connections
-        connector.close()
-
-
-def test_both_connections_let_go_when_a_large_batch_is_cancelled(executor: Executor, call: Call) -> None:
-    """A frozen server: every region is free when the call has ended, and the server is used again afterwards."""
-    memory, keys = Memory(4 << 20), [b"%d" % number for number in range(4)]
-    with redis_server() as server:
-        connector = redis(executor, server.url, timeout_s=300.0)
-        assert connector.open().is_ok()
-        assert all(s.is_ok() for s in call(connector.mput(keys, [memory[n] for n in range(4)])))
-        server.freeze()
-        with pytest.raises(TimeoutError):
-            call(asyncio.wait_for(connector.mget(keys, [memory[4 + n] for n in range(4)]), 0.2))
-        server.thaw()
-        for n in range(4):
-            assert np.array_equal(memory.row(memory.bytes, 4 + n), memory.original(4 + n))
-        assert all(s.is_ok() for s in call(connector.mget(keys, [memory[4 + n] for n in range(4)])))
-        connector.close()
-
-
-def test_a_full_server_is_out_of_memory(executor: Executor, call: Call) -> None:
-    """A server that evicts nothing refuses; what it holds can be read."""
-    memory = Memory(2 << 20)
-    with redis_server("--maxmemory", "16mb", "--maxmemory-policy", "noeviction") as server:
-        connector = redis(executor, server.url)
-        assert connector.open().is_ok()
-        done = [call(connector.put(b"%d" % number, memory[0])) for number in range(12)]
-        assert done[0].is_ok()
-        assert done[-1].is_out_of_memory()
-        assert call(connector.get(b"0", memory[1])).is_ok()
         connector.close()
 
 
@@ -378,27 +285,6 @@ def test_two_hundred_batches_at_once_keep_their_answers_apart(server: Server, ca
             for k in range(4):
                 assert np.array_equal(target.row(target.bytes, k), memory.original((n + k) % 4))
         connector.close()
-
-
-def test_a_server_of_another_kind_is_a_failure(executor: Executor) -> None:
-    """Something that listens but does not speak the protocol is named, and nothing hangs."""
-    import socket
-
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-
-        def answer() -> None:
-            other, _ = listener.accept()
-            with other:
-                other.recv(100)
-                other.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
-
-        thread = threading.Thread(target=answer)
-        thread.start()
-        port = listener.getsockname()[1]
-        refused = redis(executor, f"redis://127.0.0.1:{port}").open()
-        thread.join()
-    assert refused.is_error()
-    assert "does not speak the protocol of Redis" in str(refused.value)
 
 
 @pytest.mark.parametrize(
