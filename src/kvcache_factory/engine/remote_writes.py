@@ -167,7 +167,7 @@ class Writes:
             level.names.remember(names)
 
             def prepare(piece: slice) -> None:
-                seal(spec, source.slots.view, rows[piece], chain, part[piece])
+                seal(spec, source.slots.view, rows[piece], chain, part[piece], source.known_sums(rows[piece]))
 
             return level.store.put(names, source.slots, rows, level.deadline_s(len(rows)), prepare=prepare), len(rows)
         slots = self._transit.take(len(rows), wait=level.options.max_wait_s)
@@ -186,7 +186,8 @@ class Writes:
         level, source, pool, rows = self._level, self.source, self._transit, chain.rows[part]
         assert pool is not None
         level.names.remember(names)
-        prepare, deadline_s = level.sealing(pool, slots, chain, part, chain_blocks), level.deadline_s(len(rows))
+        known, deadline_s = source.known_sums(rows), level.deadline_s(len(rows))
+        prepare = level.sealing(pool, slots, chain, part, known, chain_blocks)
         on_device = not source.payload_offset and bool(source.whole(rows).all())
         if on_device and not level.encodes and level.store.takes_device_memory("put"):
             headers = (pool.memory, slots)
