@@ -153,7 +153,7 @@ class RemoteLevel:
             self.close()
             raise ConfigError(
                 "this connector takes values of one length only, so that a codec would save nothing; leave the codec "
-                "out, or use REDIS, ROCKSDB, SHFS, or a connector of your own with shorter_values"
+                "out, or use REDIS, ROCKSDB, SHFS, or a connector of your own with shorter_values and without zero_copy"
             )
 
     def close(self) -> None:
