@@ -110,6 +110,9 @@ def test_a_server_whose_heart_stops_is_taken_out(meta: MetaService, key: str) ->
     assert [(n.port, sum(r.end - r.start + 1 for r in n.slots)) for n in membership.nodes] == [(1, 15), (3, 15)]
     assert cluster.read() == membership
     assert cluster.rebalance() == (membership, [])  # nothing to do: nothing is written
+    cluster.join("h", 2)  # started again, and nothing is left of its heartbeat that would have it taken out again
+    assert cluster.heartbeats()["h:2"] is None
+    membership = cluster.leave("h", 2)
     cluster.leave("h", 1)
     assert meta.get(f"{key}:alive:h:1") is None
     assert cluster.leave("h", 3) == Membership((), membership.version + 2)

@@ -338,14 +338,25 @@ def test_a_block_that_was_dropped_while_it_was_written_does_not_stay(opened: Any
 
 
 def test_tokens_in_flight_are_bounded(opened: Any, monkeypatch: Any) -> None:
-    """What would exceed the cap is not written, and counted; the cap is free again afterwards."""
+    """The first blocks are written as far as the cap allows, the others counted; it is free again afterwards."""
     cache = opened(ingestion="all", max_inflight_tokens=16)
+    cache.save(TOKENS)
+    assert len(cache.settled()) == 4
+    assert cache.total(Event.NOT_STORED, "inflight_full") == 4
+    cache.save([7] * 16)
+    assert len(cache.settled()) == 8
+    cache.save([*TOKENS, *range(900, 916)])  # the next turn: what was left out comes first
+    assert len(cache.settled()) == 12
+    assert cache.manager.state()["remote"]["tokens_in_flight"] == 0
+
+
+def test_a_cap_that_is_taken_lets_nothing_through(opened: Any) -> None:
+    """Not one block more than the cap is on its way at any time."""
+    cache = opened(ingestion="all", max_inflight_tokens=16)
+    cache.level.writes.tokens_in_flight = 16
     cache.save(TOKENS)
     assert cache.settled() == {}
     assert cache.total(Event.NOT_STORED, "inflight_full") == 8
-    cache.save([7] * 16)
-    assert len(cache.settled()) == 4
-    assert cache.manager.state()["remote"]["tokens_in_flight"] == 0
 
 
 def test_strict_sync_waits_until_it_is_written(opened: Any) -> None:

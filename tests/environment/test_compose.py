@@ -239,14 +239,16 @@ def test_what_has_no_effect_is_said(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "kvcache_factory"):
         manager(L1_CACHE_EVICTION_POLICY="LRU", S3FIFO_SMALL_TO_MAIN_PROMO_THRESHOLD="2")
         manager(L2_CACHE_BACKEND="INFINISTORE", L2_CACHE_COMPRESSION="ZSTD")
-        manager(L2_CACHE_OP_BATCH="8", DOUBLE_GET_THRESHOLD="1", META_SERVICE_URL="redis://h")
+        manager(L2_CACHE_OP_BATCH="8", DOUBLE_GET_THRESHOLD="1", META_SERVICE_BACKEND="REDIS")
+        manager(L2_CACHE_BACKEND="MOCK", META_SERVICE_URL="redis://h")
     said = [record.getMessage().removeprefix(PREFIX) for record in caplog.records]
     assert said == [
         "S3FIFO_SMALL_TO_MAIN_PROMO_THRESHOLD has no effect: the eviction policy is LRU",
         "L2_CACHE_COMPRESSION has no effect: INFINISTORE takes values of one length only",
         f"L2_CACHE_OP_BATCH has no effect: {PREFIX}L2_CACHE_BACKEND is ''",
-        f"META_SERVICE_URL has no effect: {PREFIX}META_SERVICE_BACKEND names nothing",
+        f"META_SERVICE_BACKEND has no effect: {PREFIX}L2_CACHE_BACKEND is ''",
         f"DOUBLE_GET_THRESHOLD has no effect: {PREFIX}L2_CACHE_BACKEND is ''",
+        f"META_SERVICE_URL has no effect: {PREFIX}META_SERVICE_BACKEND names nothing",
     ]
 
 

@@ -60,18 +60,17 @@ class Writes:
     def begin(self, tip: int, blocks: int) -> None:
         """Write what is new of the chain that ends in the row *tip*, about *blocks* blocks; the caller holds it."""
         level, index = self._level, self.source.index
-        tokens = blocks * self._block_tokens
-        most = level.options.max_inflight_tokens
         with self._lock:
-            if most and self.tokens_in_flight + tokens > most:
-                level.count(Event.NOT_STORED, blocks, "inflight_full")
-                return
-            self.tokens_in_flight += tokens
+            taken = min(blocks, self._room())
+            self._add(taken)
+        if not taken:
+            level.count(Event.NOT_STORED, blocks, "inflight_full")
+            return
         index.pin(tip)
-        ticket = level.io.submit(Lane.STORE, partial(self._run, tip, tokens))
+        ticket = level.io.submit(Lane.STORE, partial(self._run, tip, taken))
         if ticket is None:
             index.unpin(tip)
-            self._less(tokens)
+            self._less(taken)
             level.count(Event.NOT_STORED, blocks, "queue_full")
         elif level.options.strict_sync:
             ticket.wait(level.deadline_s(blocks))
@@ -94,24 +93,37 @@ class Writes:
         assert self._level.spec is not None
         return self._level.spec.block_tokens
 
-    def _less(self, tokens: int) -> None:
-        with self._lock:
-            self.tokens_in_flight -= tokens
+    def _room(self) -> int:
+        """Blocks that may be on their way beside those that are; the caller holds the lock."""
+        most = self._level.options.max_inflight_tokens
+        return max(most - self.tokens_in_flight, 0) // self._block_tokens if most else _NEVER
 
-    def _run(self, tip: int, tokens: int) -> None:
+    def _add(self, blocks: int) -> None:
+        self.tokens_in_flight += blocks * self._block_tokens
+
+    def _less(self, blocks: int) -> None:
+        with self._lock:
+            self._add(-blocks)
+
+    def _run(self, tip: int, taken: int) -> None:
+        """Write up to *tip*; room for *taken* blocks was taken, and where more are new, more is, as far as there is."""
         try:
             chain = self.source.index.stored_chain(tip, self._level.roots)
             with self._lock:
-                new = np.flatnonzero(~self.is_written(chain.rows) | self._aged(chain))
+                missing = np.flatnonzero(~self.is_written(chain.rows) | self._aged(chain))
+                new = missing[: taken + self._room()]  # the first ones: the others are of no use without them
+                self._add(len(new) - taken)
+                taken = len(new)
                 self.mark(chain.rows[new])  # two requests that hit the same blocks write them once
         except BaseException:
             self.source.index.unpin(tip)
-            self._less(tokens)
+            self._less(taken)
             raise
+        self._level.count(Event.NOT_STORED, len(missing) - taken, "inflight_full")
         try:
             self._write(chain, new, tip)
         finally:
-            self._less(tokens)
+            self._less(taken)
 
     def _aged(self, chain: StoredChain) -> npt.NDArray[np.bool_]:
         """Which blocks of *chain* are written as they are, because they were recent, and are not any more."""
