@@ -81,6 +81,7 @@ class Leaving:
         rows, known = chain.rows[blocks[:count]], self._source.known_sums(chain.rows[blocks[:count]])
         self._source.copy_payloads(rows, passing.memory, slots, spec.header_bytes)
         names = level.names.of(chain, blocks[:count].tolist())
+        level.names.remember(names, chain.keys[blocks[:count]])
         with self._lock:
             self._on_their_way.update(dict.fromkeys(names, False))
         if level.io.submit(Lane.STORE, partial(self._write, chain, blocks[:count], slots, names, known)) is not None:
@@ -97,7 +98,6 @@ class Leaving:
         known: npt.NDArray[np.uint64],
     ) -> None:
         level, step, done = self._level, self._level.batch_blocks, 0
-        level.names.remember(names)
         going = True
         for start in range(0, len(slots), step):
             part = slice(start, start + step)
@@ -108,11 +108,12 @@ class Leaving:
                 end()
                 continue
             operation.then(end)
-            count = operation.count if operation.done else 0
+            ended = operation.done  # asked once: it may end at any time
+            count = operation.count if ended else 0
             level.count(Event.STORED, count)
             done += count
             going = count == len(slots[part])
-            reason = operation.reason if operation.done else "timeout"
+            reason = operation.reason if ended else "timeout"
         level.count(Event.NOT_STORED, len(slots) - done, reason)
 
     def _put(self, slots: Rows, names: list[bytes], prepare: Callable[[slice], list[int] | None]) -> Operation:
