@@ -221,6 +221,7 @@ def test_etcd_with_a_user_asks_for_a_token_when_it_needs_one() -> None:
         ("ZOOKEEPER", "http://h", "use REDIS or ETCD"),
         ("ETCD", "redis://h", "http://host:2379"),
         ("ETCD", "http://", "http://host:2379"),
+        ("ETCD", "http://me:hu/sh@h:1", "must be like http://host:2379$"),
         ("REDIS", "http://h", "redis"),
     ],
 )

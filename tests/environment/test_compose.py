@@ -287,7 +287,10 @@ def test_a_policy_of_the_environment_has_its_documented_parameters(tmp_path: Pat
     [
         ({"REDIS_URL": "banana"}, "REDIS_URL='***'"),
         ({"REDIS_URL": "redis://:hush@host:99999"}, "REDIS_URL='redis://***@host:99999'"),
+        ({"REDIS_URL": "redis://me:hu/sh@host:1"}, "REDIS_URL='redis://***@host:1'"),
         ({"META_SERVICE_URL": "banana"}, "META_SERVICE_URL='***'"),
+        ({"META_SERVICE_URL": "redis://h:port"}, "META_SERVICE_URL='redis://h:port'"),
+        ({"META_SERVICE_URL": "http://me:hu/sh@h:1"}, "META_SERVICE_URL='http://***@h:1'"),
         (
             {"META_SERVICE_BACKEND": "ETCD", "META_SERVICE_URL": "redis://h"},
             "META_SERVICE_BACKEND='ETCD' needs PREFIX_META_SERVICE_URL",
