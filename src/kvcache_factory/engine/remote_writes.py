@@ -145,13 +145,14 @@ class Writes:
                 part = blocks[done : done + step]
                 with level.timing("put"):
                     last, took = self._put(chain, part, AGED if leaving else chain.num_blocks)
-                count = last.count if last.done else 0
+                ended = last.done  # asked once: it may end at any time
+                count = last.count if ended else 0
                 self.mark(chain.rows[part[:count]])
                 self._note_recent(chain, part[:count], leaving)
                 level.count(Event.STORED, count)
                 done += count
                 if count < took or not took:
-                    reason = last.reason if last.done else "timeout"
+                    reason = last.reason if ended else "timeout"
                     break
         finally:
             self._written[chain.rows[blocks[done:]]] = _NEVER
@@ -176,10 +177,10 @@ class Writes:
         names = level.names.of(chain, part.tolist())
         rows = chain.rows[part]
         if self._transit is None:
-            level.names.remember(names)
+            level.names.remember(names, chain.keys[part])
 
             def prepare(piece: slice) -> None:
-                seal(spec, source.slots.view, rows[piece], chain, part[piece])
+                seal(spec, source.slots.view, rows[piece], chain, part[piece], source.known_sums(rows[piece]))
 
             return level.store.put(names, source.slots, rows, level.deadline_s(len(rows)), prepare=prepare), len(rows)
         slots = self._transit.take(len(rows), wait=level.options.max_wait_s)
@@ -197,8 +198,9 @@ class Writes:
     ) -> Operation:
         level, source, pool, rows = self._level, self.source, self._transit, chain.rows[part]
         assert pool is not None
-        level.names.remember(names)
-        prepare, deadline_s = level.sealing(pool, slots, chain, part, chain_blocks), level.deadline_s(len(rows))
+        level.names.remember(names, chain.keys[part])
+        known, deadline_s = source.known_sums(rows), level.deadline_s(len(rows))
+        prepare = level.sealing(pool, slots, chain, part, known, chain_blocks)
         on_device = not source.payload_offset and bool(source.whole(rows).all())
         if on_device and not level.encodes and level.store.takes_device_memory("put"):
             headers = (pool.memory, slots)

@@ -304,6 +304,11 @@ class Tier:
                 return int((rows == row).argmax())
         return len(rows)
 
+    def known_sums(self, rows: Rows) -> npt.NDArray[np.uint64]:
+        """Checksums of the payloads of *rows* as they were filled; 0 where none was noted, or of an encoded block."""
+        sums: npt.NDArray[np.uint64] = np.where(self.whole(rows), self.index.checksum[rows], 0).astype(np.uint64)
+        return sums
+
     def _checked(self, rows: Rows, integrity: str) -> list[int]:
         if integrity == "off":
             return []
