@@ -139,6 +139,29 @@ def test_behind_a_piece_that_fails_none_is_put() -> None:
         assert not slow.began[NAMES[4]].is_set()
 
 
+def test_a_call_that_raises_takes_nothing_from_those_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of a batch as one of a block: what came before counts, and is used."""
+    with opened(BATCHED) as (store, slow, slab):
+
+        def failing(call: Any) -> Any:
+            async def batch(keys: Any, mrs: Any) -> Any:
+                if NAMES[4] in keys:
+                    raise OSError("the server is away")
+                return await call(keys, mrs)
+
+            return batch
+
+        monkeypatch.setattr(slow, "mput", failing(slow.mput))
+        monkeypatch.setattr(slow, "mget", failing(slow.mget))
+        said = (4, "error", "OSError: the server is away")
+        done = store.put(NAMES, slab, ROWS, 60, prepare=lambda part: None)
+        assert (done.count, done.reason, done.detail) == said
+        seen: list[int] = []
+        done = store.get(NAMES, slab, ROWS, 60, check=lambda part: seen.extend(range(part.start, part.stop)))
+        assert (done.count, done.reason, done.detail) == said
+        assert seen == [0, 1, 2, 3]
+
+
 @pytest.mark.parametrize("features", [{}, BATCHED], ids=str)
 def test_a_piece_that_cannot_be_prepared_is_not_put(features: dict[str, bool]) -> None:
     """Nor any behind it; that says nothing against the server."""
