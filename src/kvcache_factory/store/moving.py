@@ -78,8 +78,8 @@ class Moves(msgspec.Struct, frozen=True):
         for batch in self.connector.get_batches(names, regions, self.op_batch):
             keys = [key for key, _ in batch]
             answers = await _batch(call, keys, [region for _, region in batch])
-            found.update(zip(keys, answers, strict=False))
-            if len(answers) != len(keys) or not all(isinstance(a, Status) and a.is_ok() for a in answers):
+            found.update(zip(keys, answers, strict=True))
+            if not all(isinstance(a, Status) and a.is_ok() for a in answers):
                 break
         return leading([found.get(name) for name in names])
 
@@ -107,13 +107,15 @@ class Moves(msgspec.Struct, frozen=True):
 
 
 async def _batch(call: Callable[..., Awaitable[Any]], keys: Sequence[bytes], *rest: Any) -> list[Any]:
-    """What a call for a batch answers; what it raises stands for each of its blocks, and for none before them."""
+    """One answer for each block of a batch; what the call raises stands for all of them, and for none before them."""
 
     async def answered() -> list[Any]:
         return list(await call(keys, *rest))
 
     [answers] = await together([answered])
-    return [answers] * len(keys) if isinstance(answers, BaseException) else answers
+    if isinstance(answers, BaseException):
+        return [answers] * len(keys)
+    return [*answers, *[None] * len(keys)][: len(keys)]
 
 
 def region_by_region(connector: Connector[bytes, Any] | None) -> bool:
