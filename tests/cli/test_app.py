@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType
 
 import click
@@ -69,6 +70,38 @@ def test_a_usage_error_is_one_line_that_says_where_help_is(arguments: list[str],
     assert "--help" in result.stderr
 
 
+@pytest.mark.parametrize("name", ["missing/plot.png", "plot.doc"])
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["demo"],
+        ["load", "--duration", "1h"],
+        ["plan", "synthetic:chat", "--model", "llama-3-8b"],
+        ["quality"],
+        ["replay", "synthetic:chat"],
+    ],
+    ids=lambda words: words[0],
+)
+def test_a_plot_that_cannot_be_written_is_told_before_anything_runs(
+    command: list[str], name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not after the hours whose result is then lost."""
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(main, [*command, "--plot", name])
+    assert result.exit_code == 2, result.output
+    assert result.stderr.startswith(f"kvcache-factory: the plot cannot be written to {name}: ")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("command", ["quality", "reuse", "calibrate"])
+def test_a_text_with_nothing_in_it_is_an_error(command: str, tmp_path: Path) -> None:
+    """Rather than figures for another text."""
+    (tmp_path / "text.txt").write_text(" \n")
+    result = CliRunner().invoke(main, [command, "--text", str(tmp_path / "text.txt")])
+    assert result.exit_code == 2
+    assert "there is no text in it" in result.stderr
+
+
 def test_a_group_without_a_command_shows_its_help() -> None:
     """Whoever types half a command sees how it goes on."""
     result = CliRunner().invoke(main, ["bench"])
@@ -77,6 +110,18 @@ def test_a_group_without_a_command_shows_its_help() -> None:
 
 def fail() -> None:
     raise CapacityError("a slab needs at least one slot,\nnot 0; raise size_gb")
+
+
+def miss_transformers() -> None:
+    raise ModuleNotFoundError("No module named 'transformers.cache_utils'", name="transformers.cache_utils")
+
+
+def miss_something() -> None:
+    raise ModuleNotFoundError("No module named 'something'", name="something")
+
+
+def interrupt() -> None:
+    raise KeyboardInterrupt
 
 
 @pytest.fixture
@@ -95,6 +140,29 @@ def test_a_typed_error_is_one_line_and_exit_code_two(monkeypatch: pytest.MonkeyP
     assert result.exit_code == 2
     assert result.stdout == ""
     assert result.stderr == "kvcache-factory: a slab needs at least one slot, not 0; raise size_gb [CapacityError]\n"
+
+
+@pytest.mark.usefixtures("failing")
+def test_an_optional_package_that_is_missing_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever it is imported; a package that is none of ours stays the error that it is."""
+    monkeypatch.delenv("KVCACHE_FACTORY_DEBUG", raising=False)
+    command = sys.modules["kvcache_factory.cli.failing"].failing
+    command.callback = miss_transformers
+    result = CliRunner().invoke(main, ["failing"])
+    assert result.exit_code == 2
+    assert "pip install 'kvcache-factory[transformers]'" in result.stderr
+    assert result.stderr.count("\n") == 1
+    command.callback = miss_something
+    assert isinstance(CliRunner().invoke(main, ["failing"]).exception, ModuleNotFoundError)
+
+
+@pytest.mark.usefixtures("failing")
+def test_ctrl_c_has_an_exit_code_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A script must not take it for a finding of the command, which is 1."""
+    monkeypatch.delenv("KVCACHE_FACTORY_DEBUG", raising=False)
+    sys.modules["kvcache_factory.cli.failing"].failing.callback = interrupt
+    result = CliRunner().invoke(main, ["failing"])
+    assert (result.exit_code, result.stderr) == (130, "kvcache-factory: stopped by Ctrl-C\n")
 
 
 @pytest.mark.usefixtures("failing")

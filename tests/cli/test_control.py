@@ -109,6 +109,7 @@ def test_a_wrong_token_is_a_clean_error(cache: SmallCache, tmp_path: Path) -> No
     assert "wrong-token" not in refused.output
     missing = run(cache, "bypass", "on", "--token-file", str(tmp_path / "none"))
     assert missing.exit_code == 2
+    assert "does not exist" in missing.stderr
 
 
 def test_nobody_there_is_a_clean_error() -> None:
@@ -118,3 +119,5 @@ def test_nobody_there_is_a_clean_error() -> None:
         result = CliRunner().invoke(main, ["state", "--port", str(probe.getsockname()[1])])
     assert result.exit_code == 2
     assert "kvcache-factory[server]" in result.stderr
+    no_port = CliRunner().invoke(main, ["state", "--port", "99999"])
+    assert (no_port.exit_code, "1<=x<=65535" in no_port.stderr) == (2, True)

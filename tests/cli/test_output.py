@@ -6,6 +6,7 @@ import json
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 from kvcache_factory import __version__
 from kvcache_factory.cli import output
@@ -46,6 +47,28 @@ def test_a_table_shows_every_cell_whole(capsys: pytest.CaptureFixture[str]) -> N
     printed = capsys.readouterr().out
     for text in ("[bold]kept[/bold]", "reused tokens", "2,048", "yes", "-"):
         assert text in printed
+
+
+def test_a_pipe_gets_tables_of_any_width(capsys: pytest.CaptureFixture[str]) -> None:
+    """Who sends a table to a file has nowhere to scroll to: no cell is cut or folded."""
+    row = {f"column_{number}": f"value {number} that is not short" for number in range(20)}
+    output.emit("x", [row], as_json=False)
+    printed = capsys.readouterr().out
+    assert all(value in printed for value in row.values())
+    assert "…" not in printed
+
+
+def test_a_narrow_terminal_gets_a_line_for_each_column(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rather that than `107,37…`; what fits stays a table."""
+    monkeypatch.setattr(output, "console", lambda: Console(width=60, highlight=False))
+    rows = [{f"figure_{number}": 107_374_182 + number for number in range(9)} for _ in range(2)]
+    output.print_rows(rows)
+    lines = capsys.readouterr().out.splitlines()
+    assert sum("figure 3" in line and "107,374,185" in line for line in lines) == 2
+    output.print_rows([{"file": "/a/path/that/is/longer/than/any/terminal/is/wide/without/a/space/in/it", "bytes": 1}])
+    assert "…" not in capsys.readouterr().out
 
 
 def test_no_rows_print_an_empty_document_and_an_empty_table(capsys: pytest.CaptureFixture[str]) -> None:

@@ -118,6 +118,13 @@ def test_nothing_is_said_of_a_healthy_manager() -> None:
     assert advise(healthy()) == []
 
 
+def test_threads_that_hardly_worked_did_not_wait_for_each_other() -> None:
+    """A fifth of a few milliseconds is the start of a process, and no cause."""
+    state = healthy()
+    state["durations"] = [duration("manager", "match", 0.05), duration("cpu", "lock_wait", 0.02)]
+    assert advise(state) == []
+
+
 ILL: dict[str, dict[str, Any]] = {
     "no request reaches": {"events": [], "reusable_tokens": 0},
     "is bypassed": {"bypassed": True},

@@ -133,6 +133,19 @@ def test_all_leaves_an_empty_directory_of_ours(directory: Path, writer: Make) ->
     assert blocks(directory) == {"model-a": 2}
 
 
+def test_all_takes_segments_in_which_nothing_is_left(directory: Path, writer: Make) -> None:
+    """Room on the disk is what whoever says --all wants; other conditions, and a process that writes, keep them."""
+    one = writer()
+    one.store.free(one.write(identity(), 3))
+    assert purge(directory, "--all") == (0, [])
+    one.close()
+    assert purge(directory, "--older-than", "0s") == (0, [])
+    assert list(directory.glob("*.data"))
+    code, rows = purge(directory, "--all")
+    assert (code, [(row["action"], row["blocks"], row["bytes"] > 0) for row in rows]) == (0, [("removed", 0, True)])
+    assert not list(directory.glob("*.data"))
+
+
 def test_what_a_living_process_owns_stays(directory: Path, writer: Make) -> None:
     """It is listed with its owner, the exit code says so, and the process notices nothing."""
     two_models(writer)

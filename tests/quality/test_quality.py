@@ -6,12 +6,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from click.testing import CliRunner
 from tests.demo.small import small_model
 
 from kvcache_factory.cli import main
+from kvcache_factory.codec import calibration
 from kvcache_factory.errors import ConfigError
 from kvcache_factory.quality import blocks, run
 from kvcache_factory.quality.run import Plan, run_quality
@@ -101,11 +103,23 @@ def test_calibrate_writes_a_table(tmp_path: Path) -> None:
     done = CliRunner().invoke(main, arguments)
     assert done.exit_code == 0, done.output
     (row,) = json.loads(done.stdout)["rows"]
+    assert "too little" not in done.stderr
     assert Path(row["table"]).exists()
     assert (row["layers"], row["heads"], row["tokens"]) == (2, 2, 256)
     assert len(row["fingerprint"]) == 32
     named = json.loads(CliRunner().invoke(main, [*arguments, "--model-id", "ours"]).stdout)["rows"][0]
     assert named["fingerprint"] != row["fingerprint"]
+
+
+def test_calibrate_says_when_it_has_read_too_little(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many tokens as a group of layers has channels, or fewer; here the model seems to be a wider one."""
+    wide = calibration.Part(slice(0, 2), *(np.zeros(128, np.float32),) * 3)
+    real = calibration.load
+    monkeypatch.setattr(calibration, "load", lambda file: msgspec.structs.replace(real(file), keys=[wide]))
+    arguments = ["calibrate", "--windows", "1", "--tokens", "64", "--out", str(tmp_path)]
+    done = CliRunner().invoke(main, arguments)
+    assert done.exit_code == 0, done.output
+    assert "64 tokens say too little about 128 channels" in done.stderr
 
 
 @pytest.mark.parametrize("method", ["zip", "int8:bits=3", "pca:step=nothing"])

@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from .. import __version__
-from ..errors import KVCacheError
+from ..errors import KVCacheError, MissingDependencyError
 from .output import debugging
 
 COMMANDS = (
@@ -45,6 +45,12 @@ class CleanError(click.ClickException):
         click.echo(f"kvcache-factory: {text}", file=file, err=file is None)
 
 
+class Interrupted(CleanError):
+    """Ended by the user, with the exit code of a program that SIGINT has ended."""
+
+    exit_code = 130
+
+
 class LazyGroup(click.Group):
     """Commands by name; the module of a command is imported when the command is asked for."""
 
@@ -73,6 +79,23 @@ class LazyGroup(click.Group):
             if debugging():
                 raise
             raise CleanError(f"{error} [{type(error).__name__}]") from error
+        except ModuleNotFoundError as error:
+            missing = _missing_extra(error)
+            if debugging() or missing is None:
+                raise
+            raise CleanError(f"{missing} [MissingDependencyError]") from error
+        except KeyboardInterrupt as error:
+            if debugging():
+                raise
+            raise Interrupted("stopped by Ctrl-C") from error
+
+
+def _missing_extra(error: ModuleNotFoundError) -> MissingDependencyError | None:
+    """What names the command that installs the missing package; None where that is none of our optional ones."""
+    from .doctor import OPTIONAL
+
+    package = (error.name or "").partition(".")[0]
+    return MissingDependencyError.of(package, OPTIONAL[package][0], "this command") if package in OPTIONAL else None
 
 
 def _in_one_line(error: click.UsageError) -> click.ClickException:

@@ -53,6 +53,13 @@ def calibrate(
         file = make_table(reader, tokenizer, out, text=content, model_id=model_id, progress=progress, **size)
     found = load(file)
     layers, heads, dim = found.geometry
+    widest = max(len(part.mean) for part in found.keys)
+    if windows * tokens <= widest:
+        click.echo(
+            f"{windows * tokens:,} tokens say too little about {widest:,} channels, which a group of layers has; "
+            "give more --windows or --tokens for a table of use",
+            err=True,
+        )
     row = {
         "table": str(file),
         "bytes": file.stat().st_size,

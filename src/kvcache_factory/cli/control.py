@@ -82,8 +82,15 @@ class Control:
 def control_options(command: Command) -> Command:
     """The options of every such command: ``--host``, ``--port``, ``--token-file``."""
     for option in (
-        click.option("--token-file", type=click.Path(path_type=Path), metavar="FILE", help="Where the token is."),
-        click.option("--port", default=PORT, show_default=True, help="Its metrics_port."),
+        click.option(
+            "--token-file",
+            type=click.Path(exists=True, dir_okay=False, path_type=Path),
+            metavar="FILE",
+            help="Where the token is; by default where the process has put it.",
+        ),
+        click.option(
+            "--port", type=click.IntRange(1, 65535), default=PORT, show_default=True, help="Its metrics_port."
+        ),
         click.option("--host", default="127.0.0.1", show_default=True, help="Where the process is."),
     ):
         command = option(command)

@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from .output import emit, json_option, progress_bar
+from .plot import plot_option
 
 
 @click.command(epilog="Example: kvcache-factory demo --turns 2 --dtype bfloat16 --json")
@@ -21,12 +22,7 @@ from .output import emit, json_option, progress_bar
 @click.option(
     "--max-new-tokens", type=click.IntRange(min=1), default=32, show_default=True, help="Tokens of each answer at most."
 )
-@click.option(
-    "--plot",
-    type=click.Path(dir_okay=False, path_type=Path),
-    metavar="FILE.png",
-    help="Draw the time to first token of each turn, in all phases.",
-)
+@plot_option("Draw the time to first token of each turn, in all phases.")
 @click.option(
     "--disk",
     type=click.Path(path_type=Path),
@@ -76,8 +72,6 @@ def demo(
             raise click.UsageError("--plot draws the turns of a conversation; leave it out with --cross-engine")
         _exchange(dtype, max_new_tokens, vllm_python, as_json)
         return
-    if plot is not None and not plot.absolute().parent.is_dir():
-        raise click.UsageError(f"--plot {plot}: there is no directory {plot.absolute().parent}; make it first")
     from ..demo.run import run_demo, summarise
 
     with progress_bar("demo") as progress:

@@ -17,14 +17,21 @@ from .output import DEBUG_VARIABLE, debugging, emit, json_option, progress_bar
 
 GIB = 1 << 30
 STREAMING = ("x86_64", "amd64")
-REQUIRED = ("click", "msgspec", "numpy", "rich", "torch", "xxhash")
+REQUIRED = ("click", "msgspec", "numpy", "prometheus-client", "rich", "torch", "xxhash")
 OPTIONAL = {
     "numba": ("fast", "compiled copies and lookups"),
     "transformers": ("transformers", "the Transformers adapter"),
     "safetensors": ("transformers", "the Transformers adapter"),
     "accelerate": ("transformers", "the Transformers adapter"),
     "gguf": ("transformers", "the model of the demo"),
-    "matplotlib": ("plot", "demo --plot"),
+    "matplotlib": ("plot", "every --plot"),
+    "starlette": ("server", "the page, health checks and actions of metrics_port"),
+    "uvicorn": ("server", "the page, health checks and actions of metrics_port"),
+    "zstandard": ("compression", "the codecs bf16x and zstd"),
+    "cryptography": ("encryption", "encrypting what the disk tier writes"),
+    "rocksdict": ("rocksdb", "the connector ROCKSDB"),
+    "httpx": ("etcd", "clusters with membership in etcd"),
+    "pyyaml": ("yaml", "configuration files in YAML"),
 }
 
 

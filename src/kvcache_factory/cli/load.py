@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from .output import emit, json_option, print_rows, progress_bar
+from .plot import plot_option
 
 _UNITS = {"": 1, "s": 1, "m": 60, "h": 3600}
 
@@ -41,9 +42,7 @@ def seconds_of(ctx: click.Context, param: click.Parameter, value: str) -> float:
     "--metrics-port", type=click.IntRange(0, 65535), help="Serve metrics meanwhile, and compare; 0: any port."
 )
 @click.option("--prometheus", metavar="URL", help="Compare with this server too, which scrapes that port.")
-@click.option(
-    "--plot", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE.png", help="Draw memory and hit rate."
-)
+@plot_option("Draw memory and hit rate.")
 @json_option
 def load(
     duration: float,
@@ -66,12 +65,10 @@ def load(
     How long a turn takes is told in processor time too, beside a yardstick for the machine: others who use it make both
     longer, growth only the one.  Exit code 1 when counts disagree.
     """
-    from ..load.plot import draw, require_matplotlib
+    from ..load.plot import draw
     from ..load.run import Plan, run_load
     from ..load.statistics import BUILT_IN, measure
 
-    if plot is not None:
-        require_matplotlib()
     with progress_bar("load") as progress:
         facts = measure(trace, progress) if trace is not None else BUILT_IN
         plan = Plan(

@@ -17,8 +17,12 @@ from . import machine
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
 DEBUG_VARIABLE = "KVCACHE_FACTORY_DEBUG"
+
+WIDE = 1000
+"""Columns of what is no terminal."""
 
 Row = Mapping[str, Any]
 
@@ -57,11 +61,11 @@ def document(command: str, rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def console(*, stderr: bool = False) -> Console:
-    """A rich console; wide enough for whole tables when the output goes to a file or a pipe."""
+    """A rich console; of any width when the output goes to a file or a pipe, so that no table is cut."""
     from rich.console import Console
 
     stream = sys.stderr if stderr else sys.stdout
-    return Console(stderr=stderr, width=None if stream.isatty() else 140, highlight=False)
+    return Console(stderr=stderr, width=None if stream.isatty() else WIDE, highlight=False)
 
 
 def cell(value: Any) -> str:
@@ -87,18 +91,46 @@ def shorten(row: Row) -> dict[str, Any]:
 
 
 def print_rows(rows: Sequence[Row], *, title: str = "", columns: Sequence[str] | None = None) -> None:
-    """Print *rows* as a table; the columns are those of the first row unless given."""
+    """Print *rows* as a table; the columns are those of the first row unless given.
+
+    On a terminal that is too narrow for it, each row is a table of its own, with a line for each column: what is cut
+    off is not shown.
+    """
+    from rich.measure import Measurement
+
+    names = list(columns or (rows[0] if rows else ()))
+    out = console()
+    table = _across(rows, names, title)
+    if Measurement.get(out, out.options.update_width(WIDE), table).minimum <= out.width:
+        out.print(table)
+        return
+    for row in rows:
+        out.print(_down(row, names, title))
+
+
+def _across(rows: Sequence[Row], names: Sequence[str], title: str) -> Table:
     from rich.table import Table
     from rich.text import Text
 
-    names = list(columns or (rows[0] if rows else ()))
     table = Table(title=title or None, title_justify="left", header_style="bold")
     for name in names:
         numeric = any(isinstance(_plain(row.get(name)), int | float) for row in rows)
-        table.add_column(name.replace("_", " "), justify="right" if numeric else "left")
+        table.add_column(name.replace("_", " "), justify="right" if numeric else "left", overflow="fold")
     for row in rows:
         table.add_row(*(Text(cell(row.get(name))) for name in names))
-    console().print(table)
+    return table
+
+
+def _down(row: Row, names: Sequence[str], title: str) -> Table:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=title or None, title_justify="left", show_header=False)
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
+    for name in names:
+        table.add_row(name.replace("_", " "), Text(cell(row.get(name))))
+    return table
 
 
 def emit(command: str, rows: Sequence[Row], *, as_json: bool, title: str = "") -> None:

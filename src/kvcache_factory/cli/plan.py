@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from .output import emit, json_option, progress_bar
+from .plot import plot_option
 from .traces import cost_model, read, trace_options, trace_path
 
 
@@ -25,12 +26,22 @@ from .traces import cost_model, read, trace_options, trace_path
 @click.option(
     "--prices", metavar="TABLE", help="dram=3.2,nvme=0.08,gpu=2.5 (a GiB and month; an hour), or a JSON file."
 )
-@click.option("--dram-gb-s", type=click.FloatRange(min=0, min_open=True), default=25.0, show_default=True)
-@click.option("--nvme-gb-s", type=click.FloatRange(min=0, min_open=True), default=6.0, show_default=True)
-@trace_options
 @click.option(
-    "--plot", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE.png", help="Draw the curve and the answer."
+    "--dram-gb-s",
+    type=click.FloatRange(min=0, min_open=True),
+    default=25.0,
+    show_default=True,
+    help="GB/s that blocks are loaded at from DRAM.",
 )
+@click.option(
+    "--nvme-gb-s",
+    type=click.FloatRange(min=0, min_open=True),
+    default=6.0,
+    show_default=True,
+    help="GB/s that blocks are loaded at from NVMe.",
+)
+@trace_options
+@plot_option("Draw the curve and the answer.")
 @json_option
 def plan(trace: Path, as_json: bool, plot: Path | None, **options: Any) -> None:
     """Say how much DRAM and NVMe serve so many per cent of the prefix tokens.
@@ -41,11 +52,9 @@ def plan(trace: Path, as_json: bool, plot: Path | None, **options: Any) -> None:
     from ..jit import warm_up
     from ..simulate.models import find_model
     from ..simulate.plan import Planner, Prices, describe
-    from ..simulate.plot import draw_plan, require_matplotlib
+    from ..simulate.plot import draw_plan
     from ..simulate.study import parse_policy
 
-    if plot is not None:
-        require_matplotlib()
     model, policy = find_model(options["model"]), parse_policy(options["policy"])
     cost = cost_model(model, options["prefill_rate"], options["prefill_file"], options["tflops"])
     prices = Prices.parse(options["prices"]) if options["prices"] else Prices()

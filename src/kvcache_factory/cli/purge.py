@@ -33,7 +33,7 @@ def in_seconds(context: click.Context, option: click.Parameter, value: str | Non
 @click.option("--model", metavar="M", help="Blocks of this model: its fingerprint or id, or the first 8 characters.")
 @click.option("--older-than", metavar="AGE", callback=in_seconds, help="Written longer ago: 90m, 12h, 30d, 2w.")
 @click.option("--namespace", metavar="N", help="Blocks of this namespace.")
-@click.option("--all", "everything", is_flag=True, help="Everything, unreadable segments included.")
+@click.option("--all", "everything", is_flag=True, help="Everything, segments without a readable block included.")
 @click.option("--yes", is_flag=True, help="Do not ask.")
 @connector_options
 @json_option
@@ -90,7 +90,7 @@ def describe(plan: Plan) -> str:
     if plan.built_on:
         text += f", {plan.built_on:,} of all because they were built on others"
     if plan.litter:
-        text += f"; {len(plan.litter)} unreadable segments go with them"
+        text += f"; {len(plan.litter)} segments without a readable block go with them"
     stay = plan.blocks(live=True)
     if stay:
         pids = ", ".join(map(str, plan.live_owners()))

@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from .output import emit, json_option, progress_bar
+from .plot import plot_option
 from .text import read_text, text_option
 
 
@@ -39,9 +40,7 @@ from .text import read_text, text_option
     help="Calibration for pca and low_rank; by default one is made and kept.",
 )
 @text_option("Python's language reference")
-@click.option(
-    "--plot", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE.png", help="Draw quality against bytes."
-)
+@plot_option("Draw quality against bytes.")
 @json_option
 def quality(
     methods: tuple[str, ...],
@@ -64,12 +63,6 @@ def quality(
     for method in methods:  # before anything takes long
         parse_method(method)
     content = read_text(text)
-    if plot is not None:
-        from ..demo.plot import require_matplotlib
-
-        require_matplotlib()
-        if not plot.absolute().parent.is_dir():
-            raise click.UsageError(f"--plot {plot}: there is no directory {plot.absolute().parent}; make it first")
     from ..quality.run import run_quality
 
     with progress_bar("quality") as progress:

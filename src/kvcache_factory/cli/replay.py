@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from .output import Progress, emit, json_option, progress_bar
+from .plot import plot_option
 from .traces import cost_model, read, trace_options, trace_path
 
 
@@ -54,12 +55,7 @@ from .traces import cost_model, read, trace_options, trace_path
 )
 @trace_options
 @click.option("--optimum/--no-optimum", default=True, show_default=True, help="Compute the clairvoyant optimum.")
-@click.option(
-    "--plot",
-    type=click.Path(dir_okay=False, path_type=Path),
-    metavar="FILE.png",
-    help="Draw hit rates over capacity and over time.",
-)
+@plot_option("Draw hit rates over capacity and over time.")
 @json_option
 def replay(traces: tuple[Path, ...], as_json: bool, plot: Path | None, **options: Any) -> None:
     """Replay traces through index, tiers and policies, and say what would have been found.
@@ -70,10 +66,8 @@ def replay(traces: tuple[Path, ...], as_json: bool, plot: Path | None, **options
     Policies with action=compress only evict here: how small blocks would become, no trace says.
     """
     from ..jit import warm_up
-    from ..simulate.plot import draw, require_matplotlib
+    from ..simulate.plot import draw
 
-    if plot is not None:
-        require_matplotlib()
     study = _study(options)
     rows, drawn = [], []
     with progress_bar("replay") as progress:

@@ -22,8 +22,13 @@ def text_option(otherwise: str) -> Callable[[_Command], _Command]:
 
 
 def read_text(path: Path | None) -> str | None:
-    """The content of *path*; UsageError where it cannot be read."""
+    """The content of *path*; UsageError where it cannot be read, or holds nothing."""
+    if path is None:
+        return None
     try:
-        return path.read_text(encoding="utf-8") if path is not None else None
+        content = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise click.UsageError(f"--text {path}: {error}") from error
+    if not content.strip():
+        raise click.UsageError(f"--text {path}: there is no text in it")
+    return content

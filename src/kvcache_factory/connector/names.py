@@ -55,8 +55,11 @@ def check_name(name: str) -> str | type[Connector[Any, Any]]:
     known = known_connectors()
     short = _ALIASES.get(name.upper(), name.upper())
     if short not in known:
-        near = difflib.get_close_matches(short, known, 3, 0.4) or sorted(known)
-        raise ConfigError(f"there is no connector {name!r}; did you mean {' or '.join(near)}, or 'module:Class'?")
+        near = difflib.get_close_matches(short, known, 1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise ConfigError(
+            f"there is no connector {name!r}{hint}; use one of {', '.join(sorted(known))}, or 'module:Class'"
+        )
     return known[short]
 
 

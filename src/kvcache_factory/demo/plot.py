@@ -6,18 +6,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..errors import ConfigError, MissingDependencyError
+from ..plotting import require_matplotlib, save
 
 _LABELS = {"cold": "without the cache", "warm": "with the cache", "restart": "with the cache, after a restart"}
 _COLOURS = {"cold": "#b0b7c3", "warm": "#2f6fed", "restart": "#7fb2ff"}
-
-
-def require_matplotlib() -> None:
-    """Raise MissingDependencyError, naming the pip command, unless matplotlib is installed."""
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError as error:
-        raise MissingDependencyError.of("matplotlib", "plot", "drawing a plot") from error
 
 
 def draw(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
@@ -44,7 +36,4 @@ def draw(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     axes.set(xlabel="turn", ylabel="seconds to first token", xticks=turns)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, ncols=len(phases), loc="lower center", bbox_to_anchor=(0.5, 1.0))
-    try:
-        figure.savefig(path, dpi=150)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"the plot cannot be written to {path}: {error}") from error
+    save(figure, path)

@@ -44,7 +44,7 @@ def run_demo(
     if turns < 1 or max_new_tokens < 1:
         raise ConfigError(f"turns={turns} and max_new_tokens={max_new_tokens} must be at least 1")
     if plot is not None:
-        from .plot import require_matplotlib
+        from ..plotting import require_matplotlib
 
         require_matplotlib()
     model, tokenizer = load_model(dtype, progress)

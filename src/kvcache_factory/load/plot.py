@@ -5,16 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..errors import ConfigError, MissingDependencyError
+from ..plotting import require_matplotlib, save
 from .sampling import Row
-
-
-def require_matplotlib() -> None:
-    """Raise MissingDependencyError, naming the pip command, unless matplotlib is installed."""
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError as error:
-        raise MissingDependencyError.of("matplotlib", "plot", "drawing a plot") from error
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:
@@ -42,7 +34,4 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     rate.set(xlabel="seconds", ylabel="hit rate since the start", ylim=(0, 1))
     for axes in (memory, rate):
         axes.spines[["top", "right"]].set_visible(False)
-    try:
-        figure.savefig(path, dpi=150)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"the plot cannot be written to {path}: {error}") from error
+    save(figure, path)

@@ -58,7 +58,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
                 f"users={self.users}, workers={self.workers} and memory_mb={self.memory_mb} must be at least 1"
             )
         if self.prometheus is not None and self.metrics_port is None:
-            raise ConfigError(f"prometheus={self.prometheus!r} needs metrics_port: the port that it scrapes")
+            raise ConfigError(
+                f"prometheus={self.prometheus!r} needs metrics_port (--metrics-port): the port that it scrapes"
+            )
 
 
 def tiny_model(seed: int = 0) -> Any:

@@ -13,6 +13,8 @@ MANY = 0.2
 """Share from which something that may happen now and then is a cause."""
 FEW_BLOCKS = 64
 """Blocks below which shares say nothing."""
+LITTLE_S = 1.0
+"""Seconds of work below which shares of them say nothing."""
 
 Check = Callable[[Figures], str]
 """The figure that makes a row apply, in words; empty when it does not."""
@@ -62,7 +64,7 @@ def _share(f: Figures, reason: str, least: float = MANY) -> str:
 
 def _locks(f: Figures) -> str:
     waited, work = f.seconds("lock_wait"), f.seconds("match", "load", "save", manager=True)
-    return f"{waited:.2f} s of {work:.2f} s waiting for an index" if work and waited > MANY * work else ""
+    return f"{waited:.2f} s of {work:.2f} s waiting for an index" if work >= LITTLE_S and waited > MANY * work else ""
 
 
 def _corrupt(f: Figures) -> str:

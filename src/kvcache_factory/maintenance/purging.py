@@ -72,8 +72,13 @@ def plan_purge(seen: Survey, wanted: Wanted) -> Plan:
     before = sum(int(mask.sum()) for _, mask in chosen)
     chosen = _with_descendants(chosen)
     after = sum(int(mask.sum()) for _, mask in chosen)
-    litter = [one for one in seen.segments if one.header is None] if wanted.everything else []
+    litter = [one for one in seen.segments if _is_litter(one)] if wanted.everything else []
     return Plan(seen, chosen, litter, after - before)
+
+
+def _is_litter(one: SegmentView) -> bool:
+    """Whether a segment has no block that could be named, and none is about to come."""
+    return one.header is None or not (one.live or len(one.records))
 
 
 def _identities_meant(seen: Survey, wanted: Wanted) -> set[str] | None:

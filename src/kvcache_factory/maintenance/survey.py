@@ -84,7 +84,10 @@ def open_directory(path: str | os.PathLike[str]) -> Directory:
             raise ConfigError(f"{directory.path} is a file; give the directory of a disk tier")
         marker = (directory.path / MARKER).read_bytes()[:256].decode("ascii", "replace")
     except FileNotFoundError:
-        raise ConfigError(f"{directory.path} is not the directory of a disk tier: it has no {MARKER}") from None
+        raise ConfigError(
+            f"{directory.path} is not the directory of a disk tier: it has no {MARKER}; "
+            "give the path that DiskBackend was given"
+        ) from None
     except PermissionError:
         raise ConfigError(f"no permission to read {directory.path}; run this as its owner") from None
     except OSError as error:

@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..demo.plot import require_matplotlib
-from ..errors import ConfigError
+from ..plotting import require_matplotlib, save
 
 _LEAST = 1e-7  # what a logarithmic axis shows for "no difference"
 _LINE, _NEAR = 10, 140  # pixels: of a label's height, and within which labels can meet
@@ -35,10 +34,7 @@ def draw(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     figure.draw_without_rendering()  # where things are in pixels
     for axes, (key, _, _) in zip(panels, _PANELS, strict=True):
         _label(axes, rows, key)
-    try:
-        figure.savefig(path, dpi=150)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"the plot cannot be written to {path}: {error}") from error
+    save(figure, path)
 
 
 def _label(axes: Any, rows: Sequence[Mapping[str, Any]], key: str) -> None:

@@ -8,21 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import ConfigError, MissingDependencyError
+from ..plotting import require_matplotlib, save
 from .replay import Outcome
 from .workload import Workload
 
 Row = Mapping[str, Any]
 WINDOWS = 60
 """Points of a line over time."""
-
-
-def require_matplotlib() -> None:
-    """Raise MissingDependencyError, naming the pip command, unless matplotlib is installed."""
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError as error:
-        raise MissingDependencyError.of("matplotlib", "plot", "drawing a plot") from error
 
 
 def draw(studies: Sequence[tuple[Workload, Sequence[tuple[Row, Outcome]]]], path: Path) -> None:
@@ -62,14 +54,6 @@ def draw_plan(rows: Sequence[Row], path: Path) -> None:
     axis.spines[["top", "right"]].set_visible(False)
     axis.legend(frameon=False)
     save(figure, path)
-
-
-def save(figure: Any, path: Path) -> None:
-    """Write *figure*; ConfigError when that cannot be."""
-    try:
-        figure.savefig(path, dpi=150)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"the plot cannot be written to {path}: {error}") from error
 
 
 def _over_capacity(axis: Any, workload: Workload, rows: Sequence[Row]) -> None:

@@ -269,4 +269,4 @@ def _detect(
             f"{path} is no trace of a known format (Mooncake, Qwen-Bailian, coding-agent sessions, or a recording of "
             f"CacheManager(record=...)): {faults.shown[0]}"
         )
-    raise TraceError(f"the trace {path} is empty")
+    raise TraceError(f"the trace {path} is empty; give one with a request a line, or synthetic:chat")

@@ -218,7 +218,8 @@ class RemoteStore(OutsideStore):
 
     @property
     def takes_shorter(self) -> bool:
-        return isinstance(self._connector, OptionsConnector) and self._connector.shorter_values
+        connector = self._connector  # memory that a store lends is of one length for a whole batch
+        return isinstance(connector, OptionsConnector) and connector.shorter_values and not self._feature.zero_copy
 
     def takes_device_memory(self, way: str) -> bool:
         """Whether values may lie in device memory on their *way*, ``"put"`` or ``"get"``."""
