@@ -50,7 +50,7 @@ class PackedTier(Tier):
         if slots < 1:
             raise CapacityError(
                 f"tier {self.name!r} has {self.budget_bytes:,} bytes, but one block of {spec.block_tokens} tokens "
-                f"takes {slot + int(ratio * books):,}; give it at least {(slot + ratio * books) / GIB:.4f} GiB"
+                f"takes {slot + int(ratio * books):,}; give it at least {(slot + ratio * books) / GIB:.4g} GiB"
             )
         rows = max(int(slots * ratio), slots)
         self.coder.open(spec)

@@ -103,7 +103,7 @@ class Tier:
         if rows < 1:
             raise CapacityError(
                 f"tier {self.name!r} has {self.budget_bytes:,} bytes, but one block of {spec.block_tokens} tokens "
-                f"takes {per_row:,}; give it at least {per_row / GIB:.4f} GiB"
+                f"takes {per_row:,}; give it at least {per_row / GIB:.4g} GiB"
             )
         self.store.open(spec, rows)
         self._index = Index(rows, spec.block_tokens, self.policy, self._clock)
