@@ -280,10 +280,9 @@ class OffloadingManager:
         shared = min(wanted, reserved.num_blocks)
         if chain.key_bytes(shared - 1) != reserved.key_bytes(shared - 1):
             raise TokenError("the handle was allocated for other tokens")
-        before = first + handle.start // self.block_size
         plan = handle.take()
-        if plan is None:
-            return self._tokens(min(before, wanted) - first)
+        if plan is None:  # nothing was missing, or it was put already
+            return self._tokens(self.space.held_in_memory(chain) - first)
         filled = min(len(plan.rows), max(wanted - plan.first, 0))
         self.space.finish_save(plan, filled)
         return self._tokens(plan.first + filled - first)

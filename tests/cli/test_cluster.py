@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from click.testing import CliRunner
 from tests.servers import Server, redis_server, until
 
 from kvcache_factory.cli import main
+from kvcache_factory.cluster.meta_service import meta_service
 
 PREFIX = "AIBRIX_KV_CACHE_OL_META_SERVICE_"
 
@@ -55,6 +57,16 @@ def test_servers_come_and_go(server: Server, key: str) -> None:
     assert rows(server, key, "leave", "a:1") == [("b:2", 50, None), ("[::1]:3", 50, None)]
     assert rows(server, key, "rebalance") == [("b:2", 50, None), ("[::1]:3", 50, None)]
     assert "is no member" in run(server, key, "leave", "a:1", code=2).stderr
+
+
+def test_a_server_that_joins_without_a_heartbeat_is_not_held_to_an_older_one(server: Server, key: str) -> None:
+    """Its heart stopped, somebody started it again without one, and nobody had looked in between."""
+    assert "nobody has joined yet" in run(server, key, "status", code=1).stderr
+    with closing(meta_service("REDIS", server.url)()) as meta:
+        meta.put(f"{key}:beating:a:1", b"10")
+    assert rows(server, key, "join", "b:2") == [("b:2", 4096, None)]
+    assert rows(server, key, "join", "a:1") == [("b:2", 2048, None), ("a:1", 2048, None)]
+    assert rows(server, key, "rebalance") == [("b:2", 2048, None), ("a:1", 2048, None)]
 
 
 def test_a_killed_server_is_taken_out_and_one_that_ends_takes_itself_out(server: Server, key: str) -> None:

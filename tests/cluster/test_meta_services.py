@@ -110,6 +110,9 @@ def test_a_server_whose_heart_stops_is_taken_out(meta: MetaService, key: str) ->
     assert [(n.port, sum(r.end - r.start + 1 for r in n.slots)) for n in membership.nodes] == [(1, 15), (3, 15)]
     assert cluster.read() == membership
     assert cluster.rebalance() == (membership, [])  # nothing to do: nothing is written
+    cluster.join("h", 2)  # started again, and nothing is left of its heartbeat that would have it taken out again
+    assert cluster.heartbeats()["h:2"] is None
+    membership = cluster.leave("h", 2)
     cluster.leave("h", 1)
     assert meta.get(f"{key}:alive:h:1") is None
     assert cluster.leave("h", 3) == Membership((), membership.version + 2)
@@ -218,6 +221,7 @@ def test_etcd_with_a_user_asks_for_a_token_when_it_needs_one() -> None:
         ("ZOOKEEPER", "http://h", "use REDIS or ETCD"),
         ("ETCD", "redis://h", "http://host:2379"),
         ("ETCD", "http://", "http://host:2379"),
+        ("ETCD", "http://me:hu/sh@h:1", "must be like http://host:2379$"),
         ("REDIS", "http://h", "redis"),
     ],
 )

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from concurrent.futures import Executor
+from typing import Any
 
 import numpy as np
 import pytest
 from tests.connector.test_redis import redis
 from tests.servers import redis_answers, redis_cluster, redis_server, until
 
+from kvcache_factory.connector import redis_nodes
+from kvcache_factory.connector.resp import Access, Address, RespConnection
 from kvcache_factory.status import StatusCodes
 from kvcache_factory.testing.connectors import PAGE, Call, Memory
 
@@ -90,6 +94,56 @@ def test_both_connections_let_go_when_a_large_batch_is_cancelled(executor: Execu
         for n in range(4):
             assert np.array_equal(memory.row(memory.bytes, 4 + n), memory.original(4 + n))
         assert all(s.is_ok() for s in call(connector.mget(keys, [memory[4 + n] for n in range(4)])))
+        connector.close()
+
+
+@pytest.mark.parametrize("cluster", [False, True], ids=["alone", "cluster"])
+def test_a_server_that_grants_one_connection_gives_all_of_a_large_batch(
+    executor: Executor, call: Call, cluster: bool
+) -> None:
+    """As if only one had been asked for, and nothing is held against it; then no second is asked for, for a while."""
+    memory, keys = Memory(2 << 20), [b"%d" % number for number in range(4)]
+    with redis_server(cluster=cluster) as server:
+        admin = RespConnection(Address(port=server.port), Access())
+        if cluster:
+            admin.ask("CLUSTER", "ADDSLOTSRANGE", 0, 16383)
+            until(lambda: b"cluster_state:ok" in admin.ask("CLUSTER", "INFO"), "the cluster is up")
+        connector = redis(executor, server.url)
+        assert connector.open().is_ok()
+        assert all(s.is_ok() for s in call(connector.mput(keys, [memory[n] for n in range(4)])))
+        admin.ask("CONFIG", "SET", "maxclients", 1)
+        admin.close()
+        [node] = connector._nodes._servers.values()
+        for _ in range(2):
+            assert all(s.is_ok() for s in call(connector.mget(keys, [memory[4 + n] for n in range(4)])))
+            for n in range(4):
+                assert np.array_equal(memory.row(memory.bytes, 4 + n), memory.original(n))
+                memory.row(memory.bytes, 4 + n)[:] = 0
+            assert node.is_narrow
+            assert node.failures == 0
+        connector.close()
+
+
+def test_no_part_of_a_batch_runs_on_when_another_has_raised(
+    executor: Executor, call: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever a server's answer leads to: when the call has ended, its regions are the caller's."""
+    memory, ended = Memory(4 << 20), threading.Event()
+    ask = redis_nodes.Server.ask
+
+    def asked(self: Any, batch: Any, requests: Any, asking: bool = False) -> Any:
+        if requests[0].key == b"0":
+            raise UnicodeError("the name of a host that is none")
+        time.sleep(0.3)
+        ended.set()
+        return ask(self, batch, requests, asking)
+
+    with redis_server() as server:
+        connector = redis(executor, server.url)
+        assert connector.open().is_ok()
+        monkeypatch.setattr(redis_nodes.Server, "ask", asked)
+        assert all(s.is_error() for s in call(connector.mget([b"0", b"1"], [memory[0], memory[1]])))
+        assert ended.is_set()
         connector.close()
 
 

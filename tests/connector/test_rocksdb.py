@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from concurrent.futures import Executor
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -142,6 +145,77 @@ def test_a_value_that_a_crash_left_without_its_mark_is_not_there(
     assert connector_says(connector, call, b"key", memory) == (True, True)
     connector._db[b"key"] = b"shorter"
     assert connector_says(connector, call, b"key", memory) == (True, False)
+    connector.close()
+
+
+@contextmanager
+def largest_file(size: int) -> Iterator[None]:
+    """No file of this process may become larger: a write that would fail for want of room, on any file system."""
+    resource = pytest.importorskip("resource", reason="this system has no limits of this kind")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_disk_that_was_full_is_written_to_again(
+    executor: Executor, tmp_path: Path, call: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """RocksDB itself refuses every write after one that failed; what it had taken before stays."""
+    monkeypatch.setattr("kvcache_factory.connector.rocksdb._AGAIN_S", 0.0)
+    connector, memory = rocksdb(executor, tmp_path), Memory(2 << 20)
+    assert connector.open().is_ok()
+    assert call(connector.put(b"before", memory[0])).is_ok()
+    with largest_file(1 << 20):
+        assert not call(connector.put(b"key", memory[0])).is_ok()
+    assert call(connector.put(b"key", memory[0])).is_ok()
+    for key in (b"before", b"key"):
+        assert connector_says(connector, call, key, memory) == (True, True)
+    connector.close()
+
+
+def test_a_database_in_use_is_not_opened_anew(
+    executor: Executor, tmp_path: Path, call: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor one that has no room: what can be read is read on."""
+    monkeypatch.setattr("kvcache_factory.connector.rocksdb._AGAIN_S", 0.0)
+    connector, memory = rocksdb(executor, tmp_path), Memory(PAGE)
+    assert connector.open().is_ok()
+    assert call(connector.put(b"key", memory[0])).is_ok()
+    database, connector._refused = connector._db, True
+    with connector._in_use():
+        assert call(connector.put(b"key", memory[0])).is_ok()
+        assert connector._db is database
+    with monkeypatch.context() as patch:
+        patch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=0))
+        assert call(connector.put(b"key", memory[0])).is_ok()
+        assert connector._db is database
+    assert call(connector.put(b"key", memory[0])).is_ok()
+    assert connector._db is not database
+    assert connector_says(connector, call, b"key", memory) == (True, True)
+    connector.close()
+
+
+def test_a_value_that_cannot_be_read_spoils_none_before_it(
+    executor: Executor, tmp_path: Path, call: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A damaged block of a file is a failure of its own values only."""
+    connector, memory, keys = rocksdb(executor, tmp_path), Memory(PAGE), [b"0", b"1", b"2"]
+    assert connector.open().is_ok()
+    assert all(s.is_ok() for s in call(connector.mput(keys, [memory[0]] * 3)))
+    get = connector._get
+
+    def damaged(key: bytes, mr: Any, length: int) -> Any:
+        if key == b"1":
+            raise RuntimeError("Corruption: block checksum mismatch")
+        return get(key, mr, length)
+
+    monkeypatch.setattr(connector, "_get", damaged)
+    statuses = call(connector.mget(keys, [memory[1], memory[2], memory[3]]))
+    assert [status.is_ok() for status in statuses] == [True, False, True]
+    assert "checksum mismatch" in str(statuses[1])
     connector.close()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import stat
 import threading
 from concurrent.futures import Executor
@@ -123,6 +124,20 @@ class TestSharedFiles(ConnectorTests):
         assert call(roomy.put(b"key", memory[0])).is_ok()
         assert call(careful.put(b"other", memory[0])).is_out_of_memory()
         assert call(careful.get(b"key", memory[1])).is_ok()
+
+    @pytest.mark.parametrize("min_free_gb", [0.0, 1e-6])
+    def test_a_directory_that_was_removed_is_made_again(
+        self, executor: Executor, tmp_path: Path, call: Call, min_free_gb: float
+    ) -> None:
+        """Its values are gone; the next put needs no restart."""
+        connector, memory = shfs(executor, tmp_path / "root", min_free_gb=min_free_gb), Memory(PAGE)
+        assert connector.open().is_ok()
+        assert call(connector.put(b"key", memory[0])).is_ok()
+        shutil.rmtree(tmp_path / "root")
+        assert call(connector.get(b"key", memory[1])).is_not_found()
+        assert call(connector.put(b"key", memory[0])).is_ok()
+        assert call(connector.get(b"key", memory[1])).is_ok()
+        assert stat.S_IMODE((tmp_path / "root").stat().st_mode) == 0o700
 
     def test_what_a_killed_writer_left_is_removed(self, executor: Executor, tmp_path: Path) -> None:
         """An hour later, by the next one that opens; what is being written now stays."""

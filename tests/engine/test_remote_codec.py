@@ -12,7 +12,7 @@ from tests.manager.test_compression import BLOCKS, MIB, SPEC, TOKENS, Cache, clo
 
 from kvcache_factory import CompressionPolicy, CPUBackend, GPUBackend, HierarchicalBackend, RemoteBackend
 from kvcache_factory.block.envelope import Fidelity, unpack_header
-from kvcache_factory.connector import mock
+from kvcache_factory.connector import ConnectorFeature, mock
 from kvcache_factory.errors import ConfigError
 
 SHARE = "codecs"
@@ -23,6 +23,14 @@ class OneLength(mock.MockConnector):
     """As most stores are: what is got must have the length of its region."""
 
     shorter_values = False
+
+
+class Lending(mock.MockConnector):
+    """Lends memory, of one length for a batch, although values may be shorter."""
+
+    @property
+    def feature(self) -> ConnectorFeature:
+        return ConnectorFeature(zero_copy=True)
 
 
 @pytest.fixture
@@ -194,5 +202,6 @@ def test_a_damaged_encoded_value_is_a_miss_and_deleted(opened: Any) -> None:
 
 def test_a_connector_whose_values_have_one_length_takes_no_codec(opened: Any) -> None:
     """Said when it is opened, with what to use instead."""
-    with pytest.raises(ConfigError, match="one length"):
-        opened("bf16x", connector=f"{HERE}:OneLength")
+    for name in ("OneLength", "Lending"):
+        with pytest.raises(ConfigError, match="one length"):
+            opened("bf16x", connector=f"{HERE}:{name}")

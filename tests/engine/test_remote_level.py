@@ -81,21 +81,28 @@ def test_a_save_never_drives_out_what_it_builds_on(opened: Any) -> None:
     assert cache.load(TOKENS) == [0] * 8
 
 
-def test_what_is_purged_on_its_way_out_does_not_stay(opened: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("builder", ["ROLLING_HASH", "RAW"])
+def test_what_is_purged_on_its_way_out_does_not_stay(
+    opened: Any, monkeypatch: pytest.MonkeyPatch, builder: str
+) -> None:
     """It left memory before it was written; its session ends meanwhile."""
-    cache = opened(sized_level(8, SPEC), ingestion="evicted")
+    cache = opened(sized_level(8, SPEC), ingestion="evicted", manager={"key_builder": builder})
     cache.manager.create_session("secret")
     cache.save(TOKENS, session="secret")
-    put = cache.level.store.put
+    put, ended = cache.level.store.put, list[str]()
 
     def purging(*args: Any, **options: Any) -> Any:
-        cache.manager._end_session("secret", purge=True)  # as a thread of the engine would, at this moment
+        cache.manager._keeper.end("secret", purge=True)  # as a thread of the engine would, at this moment
+        ended.append("secret")
         return put(*args, **options)
 
     monkeypatch.setattr(cache.level.store, "put", purging)
     cache.save([7] * 32)
-    keys = {cache.space.chain(TOKENS).key_bytes(i).hex().encode() for i in range(8)}
-    assert not keys & {name.rsplit(b"/", 1)[1] for name in cache.settled()}
+    there = {name.split(b"/", 2)[2] for name in cache.settled()}
+    assert ended
+    assert cache.total(Event.STORED) >= 8, "its blocks were written, and deleted behind that"
+    chain = cache.space.chain(TOKENS)
+    assert not {chain.name(i) if builder == "RAW" else chain.key_bytes(i).hex().encode() for i in range(8)} & there
 
 
 @pytest.mark.parametrize("connector", [{}, {"use_mput_mget": True}, {"use_rdma": True}], ids=str)
@@ -299,9 +306,10 @@ def test_a_value_that_is_not_exact_is_a_miss_and_stays(opened: Any) -> None:
     assert len(cache.settled()) == 8
 
 
-def test_what_is_dropped_is_deleted_there(opened: Any) -> None:
+@pytest.mark.parametrize("builder", ["ROLLING_HASH", "RAW"])
+def test_what_is_dropped_is_deleted_there(opened: Any, builder: str) -> None:
     """drop, reset and the purge of a session; the end of a session alone leaves to others what others may use."""
-    cache = opened(ingestion="all")
+    cache = opened(ingestion="all", manager={"key_builder": builder})
     cache.save(TOKENS)
     assert len(cache.settled()) == 8
     cache.space.drop(cache.space.chain(TOKENS), 5)
@@ -338,14 +346,19 @@ def test_a_block_that_was_dropped_while_it_was_written_does_not_stay(opened: Any
 
 
 def test_tokens_in_flight_are_bounded(opened: Any, monkeypatch: Any) -> None:
-    """What would exceed the cap is not written, and counted; the cap is free again afterwards."""
+    """The first blocks are written as far as the cap allows, the others counted; it is free again afterwards."""
     cache = opened(ingestion="all", max_inflight_tokens=16)
     cache.save(TOKENS)
-    assert cache.settled() == {}
-    assert cache.total(Event.NOT_STORED, "inflight_full") == 8
-    cache.save([7] * 16)
     assert len(cache.settled()) == 4
+    assert cache.total(Event.NOT_STORED, "inflight_full") == 4
+    cache.save([7] * 16)
+    assert len(cache.settled()) == 8
+    cache.save([*TOKENS, *range(900, 916)])  # the next turn: what was left out comes first
+    assert len(cache.settled()) == 12
     assert cache.manager.state()["remote"]["tokens_in_flight"] == 0
+    cache.level.writes.tokens_in_flight = 14  # no room for a block
+    cache.save([8] * 16)
+    assert len(cache.settled()) == 12
 
 
 def test_strict_sync_waits_until_it_is_written(opened: Any) -> None:

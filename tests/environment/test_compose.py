@@ -239,14 +239,16 @@ def test_what_has_no_effect_is_said(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "kvcache_factory"):
         manager(L1_CACHE_EVICTION_POLICY="LRU", S3FIFO_SMALL_TO_MAIN_PROMO_THRESHOLD="2")
         manager(L2_CACHE_BACKEND="INFINISTORE", L2_CACHE_COMPRESSION="ZSTD")
-        manager(L2_CACHE_OP_BATCH="8", DOUBLE_GET_THRESHOLD="1", META_SERVICE_URL="redis://h")
+        manager(L2_CACHE_OP_BATCH="8", DOUBLE_GET_THRESHOLD="1", META_SERVICE_BACKEND="REDIS")
+        manager(L2_CACHE_BACKEND="MOCK", META_SERVICE_URL="redis://h")
     said = [record.getMessage().removeprefix(PREFIX) for record in caplog.records]
     assert said == [
         "S3FIFO_SMALL_TO_MAIN_PROMO_THRESHOLD has no effect: the eviction policy is LRU",
         "L2_CACHE_COMPRESSION has no effect: INFINISTORE takes values of one length only",
         f"L2_CACHE_OP_BATCH has no effect: {PREFIX}L2_CACHE_BACKEND is ''",
-        f"META_SERVICE_URL has no effect: {PREFIX}META_SERVICE_BACKEND names nothing",
+        f"META_SERVICE_BACKEND has no effect: {PREFIX}L2_CACHE_BACKEND is ''",
         f"DOUBLE_GET_THRESHOLD has no effect: {PREFIX}L2_CACHE_BACKEND is ''",
+        f"META_SERVICE_URL has no effect: {PREFIX}META_SERVICE_BACKEND names nothing",
     ]
 
 
@@ -285,7 +287,10 @@ def test_a_policy_of_the_environment_has_its_documented_parameters(tmp_path: Pat
     [
         ({"REDIS_URL": "banana"}, "REDIS_URL='***'"),
         ({"REDIS_URL": "redis://:hush@host:99999"}, "REDIS_URL='redis://***@host:99999'"),
+        ({"REDIS_URL": "redis://me:hu/sh@host:1"}, "REDIS_URL='redis://***@host:1'"),
         ({"META_SERVICE_URL": "banana"}, "META_SERVICE_URL='***'"),
+        ({"META_SERVICE_URL": "redis://h:port"}, "META_SERVICE_URL='redis://h:port'"),
+        ({"META_SERVICE_URL": "http://me:hu/sh@h:1"}, "META_SERVICE_URL='http://***@h:1'"),
         (
             {"META_SERVICE_BACKEND": "ETCD", "META_SERVICE_URL": "redis://h"},
             "META_SERVICE_BACKEND='ETCD' needs PREFIX_META_SERVICE_URL",

@@ -125,6 +125,9 @@ def test_a_file_may_stand_on_a_preset(tmp_path: Path) -> None:
     manager = CacheManager.from_file(path, {})
     assert isinstance(manager.policy, FIFOEvictionPolicy)
     assert (manager.config.name, manager.config.block_tokens) == ("mine", 32)
+    path.write_text('preset = "low_latency_chat"\nlevels = [{type = "cpu", size_gb = 1}]\n', encoding="utf-8")
+    manager = CacheManager.from_file(path, {})  # levels are a backend, too
+    assert (manager.config.backend, manager.config.block_tokens) == (HierarchicalBackend([CPUBackend(size_gb=1)]), 32)
 
 
 @pytest.mark.parametrize(
@@ -141,7 +144,17 @@ def test_a_file_may_stand_on_a_preset(tmp_path: Path) -> None:
         ("a.toml", "levels = []", "at least one level"),
         ("a.toml", "backend = {type = 'tape'}", "tape"),
         ("a.toml", "backend = 3", "backend"),
-        ("a.toml", "eviction_policy = 'lur'", "lru"),
+        ("a.toml", "eviction_policy = 'lur'", "a.toml: there is no eviction policy 'lur'; did you mean lru"),
+        (
+            "a.toml",
+            "levels = [{type='cpu'}, {type='remote', connector='RDIS'}]",
+            "a.toml: .*'RDIS'; did you mean REDIS",
+        ),
+        (
+            "a.toml",
+            "levels = [{type='cpu'}, {type='remote', connector='REDIS', options={urll=''}}]",
+            "RedisOptions: .*`urll`",
+        ),
         ("a.toml", "eviction_policy = 3", "eviction_policy"),
         ("a.toml", "levels = [3]", "levels"),
     ],

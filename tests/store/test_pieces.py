@@ -139,6 +139,29 @@ def test_behind_a_piece_that_fails_none_is_put() -> None:
         assert not slow.began[NAMES[4]].is_set()
 
 
+def test_a_call_that_raises_takes_nothing_from_those_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of a batch as one of a block: what came before counts, and is used."""
+    with opened(BATCHED) as (store, slow, slab):
+
+        def failing(call: Any) -> Any:
+            async def batch(keys: Any, mrs: Any) -> Any:
+                if NAMES[4] in keys:
+                    raise OSError("the server is away")
+                return await call(keys, mrs)
+
+            return batch
+
+        monkeypatch.setattr(slow, "mput", failing(slow.mput))
+        monkeypatch.setattr(slow, "mget", failing(slow.mget))
+        said = (4, "error", "OSError: the server is away")
+        done = store.put(NAMES, slab, ROWS, 60, prepare=lambda part: None)
+        assert (done.count, done.reason, done.detail) == said
+        seen: list[int] = []
+        done = store.get(NAMES, slab, ROWS, 60, check=lambda part: seen.extend(range(part.start, part.stop)))
+        assert (done.count, done.reason, done.detail) == said
+        assert seen == [0, 1, 2, 3]
+
+
 @pytest.mark.parametrize("features", [{}, BATCHED], ids=str)
 def test_a_piece_that_cannot_be_prepared_is_not_put(features: dict[str, bool]) -> None:
     """Nor any behind it; that says nothing against the server."""
@@ -244,8 +267,8 @@ def test_slow_preparing_is_not_held_against_the_store(
             assert store.put(NAMES, slab, ROWS, 60, prepare=prepare).wait(60)
         assert store.state()["breaker"] == "closed"
         slow.gates[NAMES[0]] = threading.Event()
-        for _ in range(store.breaker.failures):  # each gives up at once, and what it left is waited for
-            late = store.get(NAMES[:1], slab, ROWS[:1], 0)
+        for _ in range(store.breaker.failures):  # each gives up soon, and what it left is waited for
+            late = store.get(NAMES[:1], slab, ROWS[:1], store.settings.fair_s)
             assert not late.done
             store.put(NAMES[1:2], slab, ROWS[1:2], 60, prepare=prepare).wait(60)
         assert store.state()["breaker"] == "open"

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.servers import until
 
 from kvcache_factory.connector import Connector, ConnectorFeature, MemoryRegion, Status, StatusCodes
 from kvcache_factory.errors import StoreError
@@ -287,7 +288,7 @@ def test_calls_that_have_begun_end_before_the_batch_does(host: Any, monkeypatch:
         return asyncio.wrap_future(futures[-1])
 
     monkeypatch.setattr(watched, "get", get)
-    done = store.get(NAMES[:3], slab, ROWS[:3], 0)
+    done = store.get(NAMES[:3], slab, ROWS[:3], 0.001)
     assert begun.wait(60)
     assert not done.wait(0)
     for future in futures:
@@ -350,6 +351,29 @@ def test_failures_in_a_row_open_the_breaker() -> None:
     assert not breaker.is_open
     assert breaker.next_trial_s() == 1.0
     assert breaker.openings == 1
+
+
+def test_a_caller_without_time_says_nothing_about_the_store(host: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does one who leaves before the store could answer, until it is known what came of the call."""
+    store, watched, slab = host()
+    for _ in range(2 * store.breaker.failures):
+        done = store.get(NAMES, slab, ROWS, 0.0)
+        assert (done.done, done.count, done.reason) == (True, 0, "timeout")
+    assert watched.calls == []
+
+    def left_early(answer: Status[Any]) -> None:
+        future: Future[Status[Any]] = Future()
+        monkeypatch.setattr(watched, "exists", lambda _: asyncio.wrap_future(future))
+        done = store.exists(NAMES[:1], 0.001)
+        assert not done.done
+        assert not store.breaker.is_open
+        future.set_result(answer)
+        assert done.wait(60)
+
+    for answer in (Status(), Status(StatusCodes.ERROR)):
+        for _ in range(store.breaker.failures):
+            left_early(answer)
+    until(lambda: store.breaker.openings == 1, "the last failure is counted")
 
 
 def test_the_executor_runs_jobs_on_daemon_threads() -> None:

@@ -108,7 +108,9 @@ def join(
     stopped.  Ended with Ctrl-C or SIGTERM it takes its own server out, too.
     """
     with administration(backend, url, key, slots) as admin:
-        if ttl_s is not None:
+        if ttl_s is None:
+            admin.expect_no_beat(*server)
+        else:
             admin.beat(*server, ttl_s)
         show("join", admin, admin.join(*server, more), as_json)
         if ttl_s is not None:
@@ -154,6 +156,8 @@ def status(backend: str | None, url: str | None, key: str | None, as_json: bool)
     """Show servers, their slots and heartbeats; the exit code is 1 when a slot has no owner or a heart has stopped."""
     with administration(backend, url, key) as admin:
         rows = show("status", admin, admin.read(), as_json)
+    if not rows:
+        click.echo("nobody has joined yet: kvcache-factory cluster join HOST:PORT", err=True)
     if not rows or any(row["alive"] is False for row in rows) or sum(row["slots"] for row in rows) < rows[0]["of"]:
         click.get_current_context().exit(1)
 

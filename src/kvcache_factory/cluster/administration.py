@@ -74,20 +74,26 @@ class Administration:
             return [node for node in nodes if node.place != gone]
 
         membership = self._change(change)
-        for key in (self._beating(gone), self._alive(gone)):
-            self._meta.delete(key)
+        self._forget(gone)
         return membership
 
     def rebalance(self) -> tuple[Membership, list[str]]:
         """Take out servers whose heart has stopped and spread the slots evenly; also returns who was taken out."""
         dead = [place for place, beats in self.heartbeats().items() if beats is False]
-        return self._change(lambda nodes: [node for node in nodes if node.place not in dead]), dead
+        membership = self._change(lambda nodes: [node for node in nodes if node.place not in dead])
+        for place in dead:
+            self._forget(place)
+        return membership, dead
 
     def beat(self, addr: str, port: int, ttl_s: int) -> None:
         """Say that a server is alive, for *ttl_s* seconds from now."""
         place = Node(addr, port).place
         self._meta.put(self._alive(place), b"1", ttl_s)
         self._meta.put(self._beating(place), str(ttl_s).encode())
+
+    def expect_no_beat(self, addr: str, port: int) -> None:
+        """Take a server for alive until it beats again, whatever it did before."""
+        self._forget(Node(addr, port).place)
 
     def heartbeats(self) -> dict[str, bool | None]:
         """For each server whether its heart beats; None for those that joined without one."""
@@ -96,6 +102,10 @@ class Administration:
             beating = self._meta.get(self._beating(node.place)) is not None
             found[node.place] = (self._meta.get(self._alive(node.place)) is not None) if beating else None
         return found
+
+    def _forget(self, place: str) -> None:
+        for key in (self._beating(place), self._alive(place)):  # in this order it never looks dead between
+            self._meta.delete(key)
 
     def _beating(self, place: str) -> str:
         return f"{self._key}:beating:{place}"

@@ -32,12 +32,7 @@ class EtcdMetaService(MetaService):
             import httpx
         except ImportError:
             raise MissingDependencyError.of("httpx", "etcd", "the meta service ETCD") from None
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ConfigError("the URL of the meta service ETCD must be like http://host:2379")
-        host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
-        base = f"{parts.scheme}://{host}:{parts.port or 2379}"
-        user = (unquote(parts.username), unquote(parts.password or "")) if parts.username else None
+        base, user = etcd_place(url)
         return lambda: cls(httpx.Client(base_url=base, timeout=TIMEOUT_S, trust_env=False), user)
 
     def get(self, key: str) -> bytes | None:
@@ -87,3 +82,16 @@ class EtcdMetaService(MetaService):
 
 def _text(value: str | bytes) -> str:
     return b64encode(value.encode() if isinstance(value, str) else value).decode()
+
+
+def etcd_place(url: str) -> tuple[str, tuple[str, str] | None]:
+    """Where etcd is, and the user and password to say there; a ConfigError shows nothing of either."""
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname or "", parts.port or 2379
+    except ValueError:  # whose message quotes what may be the end of a password
+        parts, host, port = urlsplit(""), "", 0
+    if parts.scheme not in ("http", "https") or not host:
+        raise ConfigError("the URL of the meta service ETCD must be like http://host:2379")
+    user = (unquote(parts.username), unquote(parts.password or "")) if parts.username else None
+    return f"{parts.scheme}://{f'[{host}]' if ':' in host else host}:{port}", user

@@ -55,7 +55,7 @@ class MetaServiceBackend(msgspec.Struct, frozen=True, forbid_unknown_fields=True
         placement_class(self.placement)
 
     def __repr__(self) -> str:
-        url = re.sub(r"//[^/]*@", "//***@", self.url)
+        url = re.sub(r"//.*@", "//***@", self.url)
         return f"MetaServiceBackend(backend={self.backend!r}, url={url!r}, key={self.key!r})"
 
 

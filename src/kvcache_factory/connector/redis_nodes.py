@@ -11,7 +11,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, TypeAlias
 
 import msgspec
@@ -26,6 +26,7 @@ _LEFT_ALONE_S = (0.5, 30.0)  # a server of a cluster that failed is not asked: a
 _MOST_DUE = 4 << 20  # bytes of values that are asked for ahead: the server makes a copy of each as soon as it is
 _ENOUGH = 256 << 10  # bytes that are not held back for more
 _TWO_LANES = 8 << 20  # bytes of values from one server that come over two connections, sooner than over one
+_ONE_LANE_S = 30.0  # a server that let us have no second connection is not asked for one
 _MOST_SERVERS = 16  # asked at the same time
 _MOVING = ("MOVED", "ASK", "TRYAGAIN")
 
@@ -80,6 +81,7 @@ class Server:
         self._idle: list[RespConnection] = []
         self._lock = threading.Lock()
         self._down_until_s = 0.0
+        self._narrow_until_s = 0.0
         self._closed = False
 
     def ask(self, call: Call, requests: Sequence[Request], asking: bool = False) -> list[Answer]:
@@ -106,6 +108,16 @@ class Server:
         except ServerError as error:  # it answers, but does not let us in
             answers += [error] * (len(requests) - len(answers))
         return answers
+
+    @property
+    def is_narrow(self) -> bool:
+        """Whether it may be asked over one connection only."""
+        return time.monotonic() < self._narrow_until_s
+
+    def narrow(self) -> None:
+        """It answered over one of two connections only: that is enough, and says nothing against it."""
+        self._narrow_until_s = time.monotonic() + _ONE_LANE_S
+        self.failures = 0
 
     def _failed(self) -> None:
         first_s, most_s = _LEFT_ALONE_S
@@ -254,20 +266,33 @@ class Nodes:
         return [Away(str(answer)) if isinstance(answer, OSError) else answer for answer in answers]
 
     def _round(self, call: Call, requests: Sequence[Request], todo: Any, answers: list[Answer]) -> None:
-        """Ask each server its part, all at the same time; the first of them on this thread."""
+        """Ask each server its part; where two connections to one are too many, both parts come over one of them."""
         parts = _lanes(list(todo.items()), requests)
+        self._at_once(call, parts, requests, answers)
+        if len(parts) > len(todo) and not call.cancelled and (lost := _lost_by_one(parts, answers)):
+            (server, asking), _ = parts[0]
+            assert server is not None, "nobody has no lanes"
+            server.narrow()
+            self._at_once(call, [((server, asking), lost)], requests, answers)
+        if self._owners and any(isinstance(answer, OSError) for answer in answers):
+            self._stale = True
+
+    def _at_once(self, call: Call, parts: list[Part], requests: Sequence[Request], answers: list[Answer]) -> None:
+        """Ask all parts at the same time; the first of them on this thread."""
         later: list[tuple[list[int], Future[list[Answer]]]] = []
-        calls = [call] if len(parts) == 1 else call.split(len(parts))
-        for part, ((server, asking), rows) in list(zip(calls, parts, strict=True))[1:]:
-            assert self._pool is not None
-            later.append((rows, self._pool.submit(_ask, server, part, [requests[i] for i in rows], asking)))
-        (server, asking), rows = parts[0]
-        _put(answers, rows, _ask(server, calls[0], [requests[i] for i in rows], asking))
+        calls, pool = [call] if len(parts) == 1 else call.split(len(parts)), self._pool
+        if pool is None:
+            raise ConnectionError("the connector is closed")
+        try:
+            for part, ((server, asking), rows) in list(zip(calls, parts, strict=True))[1:]:
+                later.append((rows, pool.submit(_ask, server, part, [requests[i] for i in rows], asking)))
+            (server, asking), rows = parts[0]
+            _put(answers, rows, _ask(server, calls[0], [requests[i] for i in rows], asking))
+        finally:
+            wait([future for _, future in later])  # whatever was raised: none may touch its memory when this has ended
         for rows, future in later:
             _put(answers, rows, future.result())
         call.on_cancel(None)
-        if self._owners and any(isinstance(answer, OSError) for answer in answers):
-            self._stale = True
 
     def _redirected(self, answers: list[Answer]) -> dict[tuple[Server | None, bool], list[int]]:
         """Requests to be sent elsewhere, by server; what a MOVED says about its slot is kept."""
@@ -339,10 +364,20 @@ def slot_of(key: bytes) -> int:
 
 def _lanes(parts: list[Part], requests: Sequence[Request]) -> list[Part]:
     """The same parts, or two of one that brings many bytes: every other value, so that they come about in order."""
-    (where, rows), *others = parts
-    if others or len(rows) < 2 or sum(requests[i].due for i in rows) < _TWO_LANES:
-        return parts
-    return [(where, rows[0::2]), (where, rows[1::2])]
+    ((server, asking), rows), *others = parts
+    many = len(rows) > 1 and sum(requests[i].due for i in rows) >= _TWO_LANES
+    wide = many and not others and server is not None and not server.is_narrow
+    return [((server, asking), rows[0::2]), ((server, asking), rows[1::2])] if wide else parts
+
+
+def _lost_by_one(lanes: list[Part], answers: Sequence[Answer]) -> list[int]:
+    """What one of two lanes could not bring, where the other had an answer to everything."""
+
+    def is_lost(answer: Answer) -> bool:  # that a server has too many clients comes in place of an answer
+        return isinstance(answer, OSError) or (isinstance(answer, ServerError) and answer.code == "ERR")
+
+    lost = [[i for i in rows if is_lost(answers[i])] for _, rows in lanes]
+    return [] if all(lost) else lost[0] or lost[1]
 
 
 def _ask(server: Server | None, call: Call, requests: Sequence[Request], asking: bool) -> list[Answer]:

@@ -11,9 +11,11 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import shutil
 import struct
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
@@ -28,6 +30,7 @@ from .blocking import BlockingConnector, Call, Statuses, found, sdk, status_of, 
 
 _MARK = struct.Struct("<Qd")  # length of the value, time of its writing in seconds
 _MARKS = "marks"
+_AGAIN_S = 5.0  # least time between two tries to open a database anew that has refused a write
 
 Count = Annotated[int, msgspec.Meta(ge=1)]
 
@@ -68,6 +71,10 @@ class RocksDBConnector(BlockingConnector):
         self._db: Any = None
         self._marks: Any = None
         self._marks_handle: Any = None
+        self._lock = threading.Lock()
+        self._users = 0
+        self._refused = False
+        self._try_at_s = 0.0
 
     @property
     def name(self) -> str:
@@ -104,20 +111,60 @@ class RocksDBConnector(BlockingConnector):
         return module.Rdict(str(self.path), options, column_families=families, access_type=access)
 
     def disconnect(self) -> None:
-        db, marks = self._db, self._marks
+        parts = self._marks, self._db
         self._db = self._marks = self._marks_handle = None  # the lock is held as long as any of them lives
-        marks.close()
-        db.close()
+        for part in parts:
+            if part is not None:
+                part.close()
+
+    @contextlib.contextmanager
+    def _in_use(self) -> Iterator[None]:
+        """The database is not opened anew meanwhile."""
+        with self._lock:
+            self._users += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._users -= 1
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        """The same for a write.  RocksDB that once could not write refuses all until it is opened anew."""
+        with self._lock:
+            if self._refused and not self._users and time.monotonic() >= self._try_at_s:
+                self._try_at_s = time.monotonic() + _AGAIN_S
+                self._open_anew()
+        with self._in_use():
+            try:
+                yield
+            except Exception:
+                self._refused = True
+                raise
+
+    def _open_anew(self) -> None:
+        """Close and open, if there is room for that: what can be read must not be lost to an opening that fails."""
+        if self.path.is_dir() and shutil.disk_usage(self.path).free < self.options.write_buffer_size:
+            return
+        with contextlib.suppress(Exception):  # it has failed before, and says so once more
+            self.disconnect()
+        self.connect()
+        self._refused = False
 
     def exists_all(self, call: Call, keys: Sequence[bytes]) -> Statuses:
-        return [found(length >= 0) for length in self._lengths(keys)]
+        with self._in_use():
+            return [found(length >= 0) for length in self._lengths(keys)]
 
     def get_all(self, call: Call, keys: Sequence[bytes], mrs: Sequence[MemoryRegion]) -> Statuses:
         statuses: Statuses = []
-        for key, mr, length in zip(keys, mrs, self._lengths(keys), strict=True):
-            if call.cancelled:
-                break
-            statuses.append(self._get(key, mr, length))
+        with self._in_use():
+            for key, mr, length in zip(keys, mrs, self._lengths(keys), strict=True):
+                if call.cancelled:
+                    break
+                try:
+                    statuses.append(self._get(key, mr, length))
+                except Exception as error:  # a damaged value says nothing about those before it
+                    statuses.append(self.status_of(error))
         return statuses + [Status(StatusCodes.CANCELLED)] * (len(keys) - len(statuses))
 
     def _get(self, key: bytes, mr: MemoryRegion, length: int) -> Status[Any]:
@@ -133,23 +180,25 @@ class RocksDBConnector(BlockingConnector):
     def put_all(self, call: Call, keys: Sequence[bytes], mrs: Sequence[MemoryRegion]) -> Statuses:
         marks = _rocksdict().WriteBatch(raw_mode=True)
         done = 0
-        for key, mr in zip(keys, mrs, strict=True):
-            if call.cancelled or not mr.wait_ready():
-                break
-            self._db[key] = bytes(mr.view)
-            marks.put(key, _MARK.pack(mr.length, self.clock()), self._marks_handle)
-            done += 1
-        self._db.write(marks)
+        with self._writing():
+            for key, mr in zip(keys, mrs, strict=True):
+                if call.cancelled or not mr.wait_ready():
+                    break
+                self._db[key] = bytes(mr.view)
+                marks.put(key, _MARK.pack(mr.length, self.clock()), self._marks_handle)
+                done += 1
+            self._db.write(marks)
         why = StatusCodes.CANCELLED if call.cancelled else StatusCodes.TIMEOUT
         return [Status()] * done + [Status(why)] * (len(keys) - done)
 
     def delete_all(self, call: Call, keys: Sequence[bytes]) -> Statuses:
         module = _rocksdict()
         batch = module.WriteBatch(raw_mode=True)
-        for key in keys:
-            batch.delete(key)
-            batch.delete(key, self._marks_handle)
-        self._db.write(batch)
+        with self._writing():
+            for key in keys:
+                batch.delete(key)
+                batch.delete(key, self._marks_handle)
+            self._db.write(batch)
         return [Status() for _ in keys]
 
     def status_of(self, error: Exception) -> Status[Any]:
@@ -172,15 +221,20 @@ def private_directory(root: str, conn_id: str) -> Path:
 
 
 def make_private(path: Path) -> None:
-    """Make *path*, and what is missing above it, directories of mode 0700; ConfigError where that cannot be."""
+    """:func:`make_directories` with a ConfigError where that cannot be."""
     try:
-        for directory in [*reversed(path.parents), path]:
-            if not directory.is_dir():
-                directory.mkdir(mode=0o700, exist_ok=True)
-        with contextlib.suppress(PermissionError):  # another user's, who lets us in
-            os.chmod(path, 0o700)
+        make_directories(path)
     except OSError as error:
         raise ConfigError(f"the directory {path} cannot be made ({error}); give another root") from error
+
+
+def make_directories(path: Path) -> None:
+    """Make *path*, and what is missing above it, directories of mode 0700."""
+    for directory in [*reversed(path.parents), path]:
+        if not directory.is_dir():
+            directory.mkdir(mode=0o700, exist_ok=True)
+    with contextlib.suppress(PermissionError):  # another user's, who lets us in
+        os.chmod(path, 0o700)
 
 
 def _rocksdict() -> Any:

@@ -11,17 +11,20 @@ import hashlib
 import os
 import time
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 import msgspec
 
 from ..status import Status, StatusCodes
 from .base import ConnectorOptions, MemoryRegion
 from .blocking import BlockingConnector, Call, NotReady, Statuses, found, ready_view, status_of, wrong_length
-from .rocksdb import make_private, private_directory
+from .rocksdb import make_directories, make_private, private_directory
+
+T = TypeVar("T")
 
 _ABANDONED_S = 3600.0
 _READ = os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0)
@@ -110,15 +113,11 @@ class SharedFilesConnector(BlockingConnector):
     def _put(self, key: bytes, mr: MemoryRegion) -> Status[Any]:
         view = ready_view(mr)
         target, temporary = self.path_of(key), self._unfinished / uuid.uuid4().hex
-        if self._min_free_bytes and self._free_bytes() - len(view) < self._min_free_bytes:
+        if self._min_free_bytes and _within(self._unfinished, self._free_bytes) - len(view) < self._min_free_bytes:
             return Status(StatusCodes.OUT_OF_MEMORY, f"less than {self.options.min_free_gb:g} GiB are free")
         try:
-            self._write(temporary, view)
-            try:
-                os.replace(temporary, target)
-            except FileNotFoundError:
-                make_private(target.parent)
-                os.replace(temporary, target)
+            _within(self._unfinished, partial(self._write, temporary, view))
+            _within(target.parent, partial(os.replace, temporary, target))
         except BaseException:
             _remove([temporary])
             raise
@@ -151,6 +150,15 @@ def _each(call: Call, work: Any, *arguments: Any) -> Status[Any]:
     except (OSError, NotReady) as error:
         return status_of(error)
     return status
+
+
+def _within(directory: Path, action: Callable[[], T]) -> T:
+    """Do something for which *directory* is needed; it is made where it is not there yet, or not any more."""
+    try:
+        return action()
+    except FileNotFoundError:
+        make_directories(directory)
+        return action()
 
 
 def _modified_s(entry: os.DirEntry[str]) -> float:

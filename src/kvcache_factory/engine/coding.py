@@ -52,6 +52,9 @@ class ImageCoder:
         spec, coder = self.spec, self.coder
         if header.codec != RAW or (coder.lossy and header.generation):
             return CODED_ALREADY
+        payload = image[spec.header_bytes : spec.header_bytes + spec.payload_bytes]
+        if checksum(payload.data) != header.payload_checksum:
+            return "payload_checksum"  # no new checksum makes it good: left as it is, whoever reads it finds out
         made = encode_payload(spec, coder, image[spec.header_bytes :], header.layout, depth)
         if isinstance(made, str):
             return made

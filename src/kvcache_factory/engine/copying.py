@@ -60,7 +60,7 @@ def _copy_whole(source: Tier, chain: StoredChain, part: slice, target: Tier, row
     spec = transit.spec
     exactly = target.rule.exactly(chain.num_blocks, spec.block_tokens)
     if source.payload_offset:  # slot images: sealed where they are
-        seal(spec, source.slots.view, source_slots, chain, part)
+        seal(spec, source.slots.view, source_slots, chain, part, source.known_sums(source_rows))
         return target.write_images(rows, source.slots, source_slots, exactly)
     written = 0
     while written < len(rows):
@@ -68,7 +68,8 @@ def _copy_whole(source: Tier, chain: StoredChain, part: slice, target: Tier, row
         try:
             some = slice(written, written + len(slots))
             source.copy_payloads(source_rows[some], transit.memory, slots, spec.header_bytes)
-            seal(spec, transit.memory.view, slots, chain, slice(part.start + some.start, part.start + some.stop))
+            numbers = slice(part.start + some.start, part.start + some.stop)
+            seal(spec, transit.memory.view, slots, chain, numbers, source.known_sums(source_rows[some]))
             done = target.write_images(rows[some], transit.memory, slots, exactly)
         finally:
             transit.give_back(slots)

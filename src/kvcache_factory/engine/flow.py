@@ -309,7 +309,7 @@ class Flow:
         source_rows = chain.rows[part]
 
         def write() -> int:
-            target.index.checksum[rows] = source.index.checksum[source_rows]
+            target.index.checksum[rows] = source.known_sums(source_rows)
             target.index.codings[rows] = chain.codings[part]
             return copy_part(source, chain, part, target, rows, self.transit)
 

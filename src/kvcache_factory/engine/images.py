@@ -26,13 +26,24 @@ class Image(msgspec.Struct, frozen=True):
     generation: int = 0
 
 
-def seal(spec: BlockSpec, slots: Bytes, rows: Rows, chain: StoredChain, part: slice | Blocks) -> None:
+def seal(
+    spec: BlockSpec,
+    slots: Bytes,
+    rows: Rows,
+    chain: StoredChain,
+    part: slice | Blocks,
+    known: npt.NDArray[np.uint64] | None = None,
+) -> None:
     """Write headers for the blocks *part* (a slice, or numbers) of *chain*.
 
-    Their payloads are in *rows* of *slots* ``[n, slot_bytes]``.
+    Their payloads are in *rows* of *slots* ``[n, slot_bytes]``.  *known*: their checksums as they were filled, 0 where
+    there is none: what memory has damaged since is found by whoever reads the image, not made good by a new checksum.
     """
     payloads = slots[:, spec.header_bytes : spec.header_bytes + spec.payload_bytes]
-    sums = np.array([checksum(payloads[row].data) for row in rows.tolist()], np.uint64)
+    noted = known.tolist() if known is not None else [0] * len(rows)
+    sums = np.array(
+        [old or checksum(payloads[row].data) for row, old in zip(rows.tolist(), noted, strict=True)], np.uint64
+    )
     kinds = (chain.layout[part].astype(np.int64) * 256 + chain.fidelity[part]) * 256 + chain.codings[part]
     for kind in np.unique(kinds).tolist():
         same = np.flatnonzero(kinds == kind)

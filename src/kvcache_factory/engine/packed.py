@@ -50,7 +50,7 @@ class PackedTier(Tier):
         if slots < 1:
             raise CapacityError(
                 f"tier {self.name!r} has {self.budget_bytes:,} bytes, but one block of {spec.block_tokens} tokens "
-                f"takes {slot + int(ratio * books):,}; give it at least {(slot + ratio * books) / GIB:.4g} GiB"
+                f"takes {slot + int(ratio * books):,}; give it at least {(slot + ratio * books) * 1.01 / GIB:.3g} GiB"
             )
         rows = max(int(slots * ratio), slots)
         self.coder.open(spec)
@@ -256,7 +256,9 @@ class PackedTier(Tier):
             return False
         payload = read_slot(self.slots, slot, self.payload_offset, spec.payload_bytes)
         layout = Layout.of_code(int(index.layout[row])).value
-        made = encode_payload(spec, coder, payload, layout, depth)
+        noted = int(index.checksum[row])
+        sound = not noted or checksum(payload.data) == noted  # damage must not get a new checksum with its coding
+        made = encode_payload(spec, coder, payload, layout, depth) if sound else "checksum"
         count = self._chunks_for(made) if isinstance(made, Encoded) else 0
         if not isinstance(made, Encoded) or not count:
             self._refused[row] = index.generation[row] + np.uint32(1)

@@ -153,7 +153,7 @@ class RemoteLevel:
             self.close()
             raise ConfigError(
                 "this connector takes values of one length only, so that a codec would save nothing; leave the codec "
-                "out, or use REDIS, ROCKSDB, SHFS, or a connector of your own with shorter_values"
+                "out, or use REDIS, ROCKSDB, SHFS, or a connector of your own with shorter_values and without zero_copy"
             )
 
     def close(self) -> None:
@@ -184,16 +184,24 @@ class RemoteLevel:
         return np.array([exactly(depth) for depth in depths], np.bool_)
 
     def sealing(
-        self, pool: Transit, slots: Rows, chain: StoredChain, blocks: npt.NDArray[np.int64], chain_blocks: int
+        self,
+        pool: Transit,
+        slots: Rows,
+        chain: StoredChain,
+        blocks: npt.NDArray[np.int64],
+        known: npt.NDArray[np.uint64],
+        chain_blocks: int,
     ) -> Callable[[slice], list[int] | None]:
         """What makes images of parts of *blocks* of a chain of so many, whose payloads are in *slots* of *pool*.
+
+        *known*: as :func:`.images.seal` takes them.
 
         It seals and, where there is a codec, encodes them where they are.  It returns the bytes of each that must be
         stored; None where nothing encodes, and all are stored whole.
         """
 
         def prepare(part: slice) -> list[int] | None:
-            seal(pool.spec, pool.memory.view, slots[part], chain, blocks[part])
+            seal(pool.spec, pool.memory.view, slots[part], chain, blocks[part], known[part])
             return self._encode(pool, slots[part], blocks[part].tolist(), chain_blocks)
 
         return prepare

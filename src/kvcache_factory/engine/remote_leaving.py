@@ -7,7 +7,7 @@ written; what finds none there is lost as without a remote level.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -78,37 +78,46 @@ class Leaving:
         count = len(slots)
         if not count:
             return 0
-        self._source.copy_payloads(chain.rows[blocks[:count]], passing.memory, slots, spec.header_bytes)
+        rows, known = chain.rows[blocks[:count]], self._source.known_sums(chain.rows[blocks[:count]])
+        self._source.copy_payloads(rows, passing.memory, slots, spec.header_bytes)
         names = level.names.of(chain, blocks[:count].tolist())
+        level.names.remember(names, chain.keys[blocks[:count]])
         with self._lock:
             self._on_their_way.update(dict.fromkeys(names, False))
-        if level.io.submit(Lane.STORE, partial(self._write, chain, blocks[:count], slots, names)) is not None:
+        if level.io.submit(Lane.STORE, partial(self._write, chain, blocks[:count], slots, names, known)) is not None:
             return count
         self._end(slots, names)
         return 0
 
-    def _write(self, chain: StoredChain, blocks: npt.NDArray[np.int64], slots: Rows, names: list[bytes]) -> None:
+    def _write(
+        self,
+        chain: StoredChain,
+        blocks: npt.NDArray[np.int64],
+        slots: Rows,
+        names: list[bytes],
+        known: npt.NDArray[np.uint64],
+    ) -> None:
         level, step, done = self._level, self._level.batch_blocks, 0
-        level.names.remember(names)
         going = True
         for start in range(0, len(slots), step):
             part = slice(start, start + step)
-            operation = self._put(chain, blocks[part], slots[part], names[part]) if going else None
+            prepare = level.sealing(self._passing, slots[part], chain, blocks[part], known[part], AGED)
+            operation = self._put(slots[part], names[part], prepare) if going else None
             end = partial(self._end, slots[part], names[part])
             if operation is None:
                 end()
                 continue
             operation.then(end)
-            count = operation.count if operation.done else 0
+            ended = operation.done  # asked once: it may end at any time
+            count = operation.count if ended else 0
             level.count(Event.STORED, count)
             done += count
             going = count == len(slots[part])
-            reason = operation.reason if operation.done else "timeout"
+            reason = operation.reason if ended else "timeout"
         level.count(Event.NOT_STORED, len(slots) - done, reason)
 
-    def _put(self, chain: StoredChain, blocks: npt.NDArray[np.int64], slots: Rows, names: list[bytes]) -> Operation:
+    def _put(self, slots: Rows, names: list[bytes], prepare: Callable[[slice], list[int] | None]) -> Operation:
         level, passing = self._level, self._passing
-        prepare = level.sealing(passing, slots, chain, blocks, AGED)
         with level.timing("put"):
             return level.store.put(names, passing.memory, slots, level.deadline_s(len(slots)), prepare=prepare)
 

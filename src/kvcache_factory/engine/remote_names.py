@@ -30,7 +30,9 @@ class Names:
         self._namespace = namespace.encode()
         self._raw = builder == "RAW"
         self._roots = roots
-        self._written: OrderedDict[bytes, None] = OrderedDict()
+        self._written: OrderedDict[bytes, bytes] = OrderedDict()
+        """What was written, and the key of each that cannot be told from it."""
+        self._of_key: dict[bytes, bytes] = {}
         self._bytes = 0
         self._lock = threading.Lock()
 
@@ -45,29 +47,35 @@ class Names:
     def of_keys(self, keys: Keys) -> list[bytes]:
         """Names that blocks of *keys* ``[n, 2]`` have or would have, under every identity of this manager.
 
-        None with RAW, where a key is not enough to tell.
+        With RAW, where a key is not enough to tell, those that are remembered.
         """
         if self._raw:
-            return []
+            with self._lock:
+                return [self._of_key[key.tobytes()] for key in keys if key.tobytes() in self._of_key]
         tails = [key.tobytes().hex().encode() for key in keys.astype("<u8", copy=False)]
         return [self._head(digest) + tail for digest in self._roots.identities() for tail in tails]
 
-    def remember(self, names: Sequence[bytes]) -> None:
-        """*names* are being written; the oldest beyond a bound are forgotten."""
+    def remember(self, names: Sequence[bytes], keys: Keys) -> None:
+        """*names* of blocks of *keys* ``[n, 2]`` are being written; the oldest beyond a bound are forgotten."""
         with self._lock:
-            for name in names:
+            for name, key in zip(names, keys, strict=True):
                 if name not in self._written:
                     self._bytes += len(name)
-                self._written[name] = None
+                    self._written[name] = key.tobytes() if self._raw else b""
+                if self._raw:
+                    self._of_key[key.tobytes()] = name
                 self._written.move_to_end(name)
             while len(self._written) > REMEMBERED or self._bytes > REMEMBERED_BYTES:
-                self._bytes -= len(self._written.popitem(last=False)[0])
+                oldest, of = self._written.popitem(last=False)
+                self._bytes -= len(oldest)
+                self._of_key.pop(of, None)
 
     def take_written(self) -> list[bytes]:
         """What was remembered, which is forgotten now."""
         with self._lock:
             names = list(self._written)
             self._written.clear()
+            self._of_key.clear()
             self._bytes = 0
             return names
 

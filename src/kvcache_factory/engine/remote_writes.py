@@ -60,18 +60,17 @@ class Writes:
     def begin(self, tip: int, blocks: int) -> None:
         """Write what is new of the chain that ends in the row *tip*, about *blocks* blocks; the caller holds it."""
         level, index = self._level, self.source.index
-        tokens = blocks * self._block_tokens
-        most = level.options.max_inflight_tokens
         with self._lock:
-            if most and self.tokens_in_flight + tokens > most:
-                level.count(Event.NOT_STORED, blocks, "inflight_full")
-                return
-            self.tokens_in_flight += tokens
+            taken = min(blocks, self._room())
+            self._add(taken)
+        if not taken:
+            level.count(Event.NOT_STORED, blocks, "inflight_full")
+            return
         index.pin(tip)
-        ticket = level.io.submit(Lane.STORE, partial(self._run, tip, tokens))
+        ticket = level.io.submit(Lane.STORE, partial(self._run, tip, taken))
         if ticket is None:
             index.unpin(tip)
-            self._less(tokens)
+            self._less(taken)
             level.count(Event.NOT_STORED, blocks, "queue_full")
         elif level.options.strict_sync:
             ticket.wait(level.deadline_s(blocks))
@@ -94,24 +93,37 @@ class Writes:
         assert self._level.spec is not None
         return self._level.spec.block_tokens
 
-    def _less(self, tokens: int) -> None:
-        with self._lock:
-            self.tokens_in_flight -= tokens
+    def _room(self) -> int:
+        """Blocks that may be on their way beside those that are; the caller holds the lock."""
+        most = self._level.options.max_inflight_tokens
+        return max(most - self.tokens_in_flight, 0) // self._block_tokens if most else _NEVER
 
-    def _run(self, tip: int, tokens: int) -> None:
+    def _add(self, blocks: int) -> None:
+        self.tokens_in_flight += blocks * self._block_tokens
+
+    def _less(self, blocks: int) -> None:
+        with self._lock:
+            self._add(-blocks)
+
+    def _run(self, tip: int, taken: int) -> None:
+        """Write up to *tip*; room for *taken* blocks was taken, and where more are new, more is, as far as there is."""
         try:
             chain = self.source.index.stored_chain(tip, self._level.roots)
             with self._lock:
-                new = np.flatnonzero(~self.is_written(chain.rows) | self._aged(chain))
+                missing = np.flatnonzero(~self.is_written(chain.rows) | self._aged(chain))
+                new = missing[: taken + self._room()]  # the first ones: the others are of no use without them
+                self._add(len(new) - taken)
+                taken = len(new)
                 self.mark(chain.rows[new])  # two requests that hit the same blocks write them once
         except BaseException:
             self.source.index.unpin(tip)
-            self._less(tokens)
+            self._less(taken)
             raise
+        self._level.count(Event.NOT_STORED, len(missing) - taken, "inflight_full")
         try:
             self._write(chain, new, tip)
         finally:
-            self._less(tokens)
+            self._less(taken)
 
     def _aged(self, chain: StoredChain) -> npt.NDArray[np.bool_]:
         """Which blocks of *chain* are written as they are, because they were recent, and are not any more."""
@@ -133,13 +145,14 @@ class Writes:
                 part = blocks[done : done + step]
                 with level.timing("put"):
                     last, took = self._put(chain, part, AGED if leaving else chain.num_blocks)
-                count = last.count if last.done else 0
+                ended = last.done  # asked once: it may end at any time
+                count = last.count if ended else 0
                 self.mark(chain.rows[part[:count]])
                 self._note_recent(chain, part[:count], leaving)
                 level.count(Event.STORED, count)
                 done += count
                 if count < took or not took:
-                    reason = last.reason if last.done else "timeout"
+                    reason = last.reason if ended else "timeout"
                     break
         finally:
             self._written[chain.rows[blocks[done:]]] = _NEVER
@@ -164,10 +177,10 @@ class Writes:
         names = level.names.of(chain, part.tolist())
         rows = chain.rows[part]
         if self._transit is None:
-            level.names.remember(names)
+            level.names.remember(names, chain.keys[part])
 
             def prepare(piece: slice) -> None:
-                seal(spec, source.slots.view, rows[piece], chain, part[piece])
+                seal(spec, source.slots.view, rows[piece], chain, part[piece], source.known_sums(rows[piece]))
 
             return level.store.put(names, source.slots, rows, level.deadline_s(len(rows)), prepare=prepare), len(rows)
         slots = self._transit.take(len(rows), wait=level.options.max_wait_s)
@@ -185,8 +198,9 @@ class Writes:
     ) -> Operation:
         level, source, pool, rows = self._level, self.source, self._transit, chain.rows[part]
         assert pool is not None
-        level.names.remember(names)
-        prepare, deadline_s = level.sealing(pool, slots, chain, part, chain_blocks), level.deadline_s(len(rows))
+        level.names.remember(names, chain.keys[part])
+        known, deadline_s = source.known_sums(rows), level.deadline_s(len(rows))
+        prepare = level.sealing(pool, slots, chain, part, known, chain_blocks)
         on_device = not source.payload_offset and bool(source.whole(rows).all())
         if on_device and not level.encodes and level.store.takes_device_memory("put"):
             headers = (pool.memory, slots)

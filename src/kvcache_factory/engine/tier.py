@@ -103,7 +103,7 @@ class Tier:
         if rows < 1:
             raise CapacityError(
                 f"tier {self.name!r} has {self.budget_bytes:,} bytes, but one block of {spec.block_tokens} tokens "
-                f"takes {per_row:,}; give it at least {per_row / GIB:.4g} GiB"
+                f"takes {per_row:,}; give it at least {per_row * 1.01 / GIB:.3g} GiB"
             )
         self.store.open(spec, rows)
         self._index = Index(rows, spec.block_tokens, self.policy, self._clock)
@@ -303,6 +303,11 @@ class Tier:
             if expected and self._payload_checksum(row) != expected:
                 return int((rows == row).argmax())
         return len(rows)
+
+    def known_sums(self, rows: Rows) -> npt.NDArray[np.uint64]:
+        """Checksums of the payloads of *rows* as they were filled; 0 where none was noted, or of an encoded block."""
+        sums: npt.NDArray[np.uint64] = np.where(self.whole(rows), self.index.checksum[rows], 0).astype(np.uint64)
+        return sums
 
     def _checked(self, rows: Rows, integrity: str) -> list[int]:
         if integrity == "off":

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import msgspec
 
 from ..config import ManagerConfig, parse_config
+from ..connector.names import check_name
 from ..errors import ConfigError
 from .compose import DOCUMENTED, Draft, check_needs, check_policy, options_of_others
 from .files import known_presets, read_file
@@ -119,6 +120,9 @@ def _checked(file: str | os.PathLike[str]) -> dict[str, Any]:
     data = read_file(file)
     try:
         parse_config(data)
+        check_policy(draft := Draft(data), {})
+        if draft.remote is not None:
+            check_name(draft.remote["connector"])
     except ConfigError as error:
         raise ConfigError(f"{os.fspath(file)}: {error}") from None
     return data

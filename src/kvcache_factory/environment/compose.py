@@ -8,7 +8,7 @@ from typing import Any
 
 from ..cluster.opening import KEYS
 from ..codec.names import named_codec
-from ..connector.base import OptionsConnector, options_from_env
+from ..connector.base import OptionsConnector, make_options, options_from_env
 from ..connector.names import connector_class
 from ..errors import ConfigError
 from ..policy.names import make_policy
@@ -202,10 +202,11 @@ class Draft:
 
     def _note_useless(self, row: Row) -> None:
         part = row.place.partition(".")[0]
-        why = {
-            "policy": f"the eviction policy is {self.policy['name'].upper()}",
-            "meta": f"{PREFIX}META_SERVICE_BACKEND names nothing",
-        }.get(part, f"{PREFIX}L2_CACHE_BACKEND is {(self.remote or {}).get('connector', '')!r}")
+        why = f"{PREFIX}L2_CACHE_BACKEND is {(self.remote or {}).get('connector', '')!r}"
+        if part == "policy":
+            why = f"the eviction policy is {self.policy['name'].upper()}"
+        elif part == "meta" and self.remote is not None:
+            why = f"{PREFIX}META_SERVICE_BACKEND names nothing"
         self.notes.append(f"{row.name} has no effect: {why}")
 
     # -- and out again ------------------------------------------------------------------------------------------------
@@ -259,10 +260,11 @@ def check_needs(draft: Draft) -> None:
 def options_of_others(draft: Draft, environ: Mapping[str, str], said_so: bool) -> set[str]:
     """Let a connector that is not of the table read its own variables; returns which it knows.
 
-    *said_so*: the environment chose it.  Raises ConfigError for a connector that is not there, and for a wrong value.
+    *said_so*: the environment chose it.  Raises ConfigError for a connector that is not there, for a wrong value, and
+    for an option that it has not.
     """
     remote = draft.remote
-    if remote is None or remote["connector"] in CONNECTOR_PLACES:
+    if remote is None:
         return set()
     try:
         made = connector_class(remote["connector"])
@@ -273,6 +275,9 @@ def options_of_others(draft: Draft, environ: Mapping[str, str], said_so: bool) -
     if not issubclass(made, OptionsConnector):
         return set()
     options = made.Options
+    if remote["connector"] in CONNECTOR_PLACES:
+        make_options(options, remote.get("options", {}))
+        return set()
     prefixes = [PREFIX + prefix for prefix in (options.env_prefix, *options.env_older)]
     known = {prefix + field.upper(): field for prefix in prefixes for field in options.__struct_fields__}
     said = {known[name] for name in environ if name in known}

@@ -37,7 +37,10 @@ def read_file(path: str | os.PathLike[str]) -> dict[str, Any]:
     if preset is not None:
         if preset not in known_presets():
             raise ConfigError(f"{text}: there is no preset {preset!r}; there are {', '.join(known_presets())}")
-        data = {**read_file(preset), **data}
+        base = read_file(preset)
+        if "levels" in data:  # short for a backend, which takes the place of the preset's
+            base.pop("backend", None)
+        data = {**base, **data}
     return _by_their_names(data, text)
 
 

@@ -13,7 +13,6 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from ..codec.names import named_codec
-from ..errors import ConfigError
 from ..policy.names import known_policies
 
 PREFIX = "AIBRIX_KV_CACHE_OL_"
@@ -49,22 +48,23 @@ def pair(text: str) -> tuple[int, float]:
     return found
 
 
-def _is_pair(text: str) -> bool:
+def _passes(reads: Callable[..., object], *given: Any) -> bool:
+    """Whether what *reads* a value takes it; ConfigError is a ValueError."""
     try:
-        pair(text)
+        reads(*given)
     except ValueError:
         return False
     return True
+
+
+def _is_pair(text: str) -> bool:
+    return _passes(pair, text)
 
 
 def _is_cidr(text: str) -> bool:
     import ipaddress
 
-    try:
-        ipaddress.ip_network(text, strict=False)
-    except ValueError:
-        return False
-    return True
+    return _passes(ipaddress.ip_network, text, False)
 
 
 def _is_policy(text: str) -> bool:
@@ -74,25 +74,19 @@ def _is_policy(text: str) -> bool:
 def _is_redis_url(text: str) -> bool:
     from ..connector.redis import RedisOptions, redis_access
 
-    try:
-        redis_access(RedisOptions(url=text))
-    except ConfigError:
-        return False
-    return True
+    return _passes(redis_access, RedisOptions(url=text))
 
 
 def _is_device_list(text: str) -> bool:
     from ..connector.rdma import parse_devices
 
-    try:
-        parse_devices(text)
-    except ConfigError:
-        return False
-    return True
+    return _passes(parse_devices, text)
 
 
 def _is_meta_url(text: str) -> bool:
-    return not text or text.lower().startswith(("redis://", "rediss://", "unix://", "http://", "https://"))
+    from ..cluster.etcd_meta import etcd_place
+
+    return not text or _passes(etcd_place, text) or _is_redis_url(text)
 
 
 def _is_limit(value: int) -> bool:
@@ -100,11 +94,7 @@ def _is_limit(value: int) -> bool:
 
 
 def _is_codec(text: str) -> bool:
-    try:
-        named_codec(text)
-    except ConfigError:
-        return False
-    return True
+    return _passes(named_codec, text)
 
 
 _CODEC = {
@@ -356,7 +346,7 @@ class Row(msgspec.Struct, frozen=True):
         """*value* as it may be printed: no passwords, alone or in an address."""
         if not self.secret or not value:
             return value
-        return re.sub(r"//[^/]*@", "//***@", value) if "://" in str(value) else "***"
+        return re.sub(r"//.*@", "//***@", str(value)) if "://" in str(value) else "***"
 
 
 def _rows() -> tuple[Row, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Executor
 from functools import partial
 from typing import Any
@@ -32,10 +32,11 @@ class Moves(msgspec.Struct, frozen=True):
         whole = isinstance(connector, OptionsConnector) and connector.batched_lookups
         for start in range(0, len(names), step):
             part = names[start : start + step]
-            asked = (
-                getattr(connector, f"m{verb}")(part) if whole else together([partial(single, name) for name in part])
-            )
-            done = after(done, leading(await asked))
+            if whole:
+                answers = await _batch(partial(getattr(connector, f"m{verb}"), part))
+            else:
+                answers = await together([partial(single, name) for name in part])
+            done = after(done, leading(answers))
             if done.reason:
                 break
         return done
@@ -76,7 +77,7 @@ class Moves(msgspec.Struct, frozen=True):
         found: dict[bytes, object] = {}
         for batch in self.connector.get_batches(names, regions, self.op_batch):
             keys = [key for key, _ in batch]
-            answers = list(await call(keys, [region for _, region in batch]))
+            answers = await _batch(partial(call, keys, [region for _, region in batch]))
             found.update(zip(keys, answers, strict=False))
             if len(answers) != len(keys) or not all(isinstance(a, Status) and a.is_ok() for a in answers):
                 break
@@ -103,6 +104,16 @@ class Moves(msgspec.Struct, frozen=True):
             if done.reason:
                 break
         return done
+
+
+async def _batch(call: Callable[[], Awaitable[Any]]) -> list[Any]:
+    """What a call for a batch answers; what it raises stands for its first block, and takes none from those before."""
+
+    async def answered() -> list[Any]:
+        return list(await call())
+
+    [answers] = await together([answered])
+    return [answers] if isinstance(answers, BaseException) else answers
 
 
 def region_by_region(connector: Connector[bytes, Any] | None) -> bool:

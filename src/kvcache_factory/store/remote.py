@@ -60,6 +60,8 @@ class RemoteSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds that what is on its way may take when the store is closed, and again disconnecting."""
     probe_timeout_s: float = 2.0
     """Seconds that a trial may take."""
+    fair_s: float = 0.05
+    """Seconds that a store must have had before a deadline that is over is held against it."""
 
 
 class RemoteStore(OutsideStore):
@@ -216,7 +218,8 @@ class RemoteStore(OutsideStore):
 
     @property
     def takes_shorter(self) -> bool:
-        return isinstance(self._connector, OptionsConnector) and self._connector.shorter_values
+        connector = self._connector  # memory that a store lends is of one length for a whole batch
+        return isinstance(connector, OptionsConnector) and connector.shorter_values and not self._feature.zero_copy
 
     def takes_device_memory(self, way: str) -> bool:
         """Whether values may lie in device memory on their *way*, ``"put"`` or ``"get"``."""
@@ -241,7 +244,7 @@ class RemoteStore(OutsideStore):
         operation, end = Operation(blocks), time.monotonic() + deadline_s
         pieces = pieces or Pieces(blocks, 1)
         with self._lock:
-            refused = self._refusal()
+            refused = self._refusal() or ("timeout" if deadline_s <= 0 else "")
             if refused or not blocks:
                 operation.end(0, refused)
                 return operation
@@ -255,8 +258,9 @@ class RemoteStore(OutsideStore):
             return operation
         with self._lock:
             self._abandoned += blocks
-        operation.then(lambda: self._returned(blocks))
-        self._judge(_OURS if pieces.late else "timeout")
+        hasty = deadline_s < self.settings.fair_s
+        operation.then(lambda: self._returned(blocks, "" if pieces.late or not hasty else operation.reason))
+        self._judge(_OURS if pieces.late or hasty else "timeout")
         return operation
 
     def _refusal(self) -> str:
@@ -266,9 +270,12 @@ class RemoteStore(OutsideStore):
             return "out_of_service"
         return "breaker_open" if self.breaker.is_open else ""
 
-    def _returned(self, blocks: int) -> None:
+    def _returned(self, blocks: int, trouble: str) -> None:
+        """An abandoned operation has ended, perhaps with what nobody could hold against the store before."""
         with self._lock:
             self._abandoned -= blocks
+        if trouble not in _HARMLESS:
+            self._judge(trouble)
 
     async def _run(self, operation: Operation, work: Work) -> None:
         answers = Answers(0, "error")
