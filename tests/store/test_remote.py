@@ -14,6 +14,7 @@ import pytest
 from tests.servers import until
 
 from kvcache_factory.connector import Connector, ConnectorFeature, MemoryRegion, Status, StatusCodes
+from kvcache_factory.connector.base import OptionsConnector
 from kvcache_factory.errors import StoreError
 from kvcache_factory.memory.device import DeviceSlab
 from kvcache_factory.memory.slab import Slab
@@ -327,6 +328,33 @@ def test_describing_a_store_starts_nothing() -> None:
     assert threading.active_count() == before
     assert store.exists(NAMES, 1).reason == "closed"
     store.close()
+
+
+class Counting(Watched, OptionsConnector):
+    """Looks up batches, and answers as often as a test says."""
+
+    batched_lookups = True
+    answers = 0
+
+    async def mexists(self, keys: Sequence[bytes]) -> Sequence[Status[Any]]:
+        return [Status()] * self.answers
+
+
+@pytest.mark.parametrize(("answers", "count"), [(0, 0), (2, 2), (3, 8), (4, 8)])
+def test_an_answer_that_is_missing_is_a_failure_and_one_too_many_is_nobodys(
+    monkeypatch: pytest.MonkeyPatch, answers: int, count: int
+) -> None:
+    """Those of later calls must not take the place of the missing one."""
+    monkeypatch.setattr(Counting, "answers", answers)
+    store = RemoteStore(lambda _: Counting(ConnectorFeature()), RemoteSettings(name="COUNTING", op_batch=3))
+    slab = Slab(8, SPEC.slot_bytes, huge_pages=False)
+    store.open(SPEC, [slab], 8)
+    try:
+        done = store.exists(NAMES, 60)
+        assert (done.count, done.reason) == (count, "" if count == len(NAMES) else "error")
+    finally:
+        store.close()
+        slab.close()
 
 
 def test_a_closed_store_refuses_and_leaves_no_thread(host: Any) -> None:

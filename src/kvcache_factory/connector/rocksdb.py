@@ -71,7 +71,7 @@ class RocksDBConnector(BlockingConnector):
         self._db: Any = None
         self._marks: Any = None
         self._marks_handle: Any = None
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._users = 0
         self._refused = False
         self._try_at_s = 0.0
@@ -111,11 +111,12 @@ class RocksDBConnector(BlockingConnector):
         return module.Rdict(str(self.path), options, column_families=families, access_type=access)
 
     def disconnect(self) -> None:
-        parts = self._marks, self._db
-        self._db = self._marks = self._marks_handle = None  # the lock is held as long as any of them lives
-        for part in parts:
-            if part is not None:
-                part.close()
+        with self._lock:
+            parts = self._marks, self._db
+            self._db = self._marks = self._marks_handle = None  # its file is locked as long as any of them lives
+            for part in parts:
+                if part is not None:
+                    part.close()
 
     @contextlib.contextmanager
     def _in_use(self) -> Iterator[None]:
@@ -132,7 +133,7 @@ class RocksDBConnector(BlockingConnector):
     def _writing(self) -> Iterator[None]:
         """The same for a write.  RocksDB that once could not write refuses all until it is opened anew."""
         with self._lock:
-            if self._refused and not self._users and time.monotonic() >= self._try_at_s:
+            if self._open and self._refused and not self._users and time.monotonic() >= self._try_at_s:
                 self._try_at_s = time.monotonic() + _AGAIN_S
                 self._open_anew()
         with self._in_use():

@@ -33,7 +33,7 @@ class Moves(msgspec.Struct, frozen=True):
         for start in range(0, len(names), step):
             part = names[start : start + step]
             if whole:
-                answers = await _batch(partial(getattr(connector, f"m{verb}"), part))
+                answers = await _batch(getattr(connector, f"m{verb}"), part)
             else:
                 answers = await together([partial(single, name) for name in part])
             done = after(done, leading(answers))
@@ -77,9 +77,9 @@ class Moves(msgspec.Struct, frozen=True):
         found: dict[bytes, object] = {}
         for batch in self.connector.get_batches(names, regions, self.op_batch):
             keys = [key for key, _ in batch]
-            answers = await _batch(partial(call, keys, [region for _, region in batch]))
-            found.update(zip(keys, answers, strict=False))
-            if len(answers) != len(keys) or not all(isinstance(a, Status) and a.is_ok() for a in answers):
+            answers = await _batch(call, keys, [region for _, region in batch])
+            found.update(zip(keys, answers, strict=True))
+            if not all(isinstance(a, Status) and a.is_ok() for a in answers):
                 break
         return leading([found.get(name) for name in names])
 
@@ -106,14 +106,16 @@ class Moves(msgspec.Struct, frozen=True):
         return done
 
 
-async def _batch(call: Callable[[], Awaitable[Any]]) -> list[Any]:
-    """What a call for a batch answers; what it raises stands for its first block, and takes none from those before."""
+async def _batch(call: Callable[..., Awaitable[Any]], keys: Sequence[bytes], *rest: Any) -> list[Any]:
+    """One answer for each block of a batch; what the call raises stands for all of them, and for none before them."""
 
     async def answered() -> list[Any]:
-        return list(await call())
+        return list(await call(keys, *rest))
 
     [answers] = await together([answered])
-    return [answers] if isinstance(answers, BaseException) else answers
+    if isinstance(answers, BaseException):
+        return [answers] * len(keys)
+    return [*answers, *[None] * len(keys)][: len(keys)]
 
 
 def region_by_region(connector: Connector[bytes, Any] | None) -> bool:
