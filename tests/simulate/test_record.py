@@ -132,9 +132,11 @@ def test_a_recording_ends_at_its_size(tmp_path: Path, monkeypatch: pytest.Monkey
     assert path.stat().st_size < 2000
 
 
-def test_a_file_that_cannot_be_written_stops_nobody(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_written_any_more_stops_nobody(tmp_path: Path) -> None:
     """It is an error that is counted; requests are served."""
-    cache = small_cache(16, record=tmp_path / "none" / "trace.jsonl")
+    (tmp_path / "gone").mkdir()
+    cache = small_cache(16, record=tmp_path / "gone" / "trace.jsonl")
+    (tmp_path / "gone").rmdir()
     ask(cache, TOKENS, "a")
     assert cache.load(TOKENS) == [0, 0, 0, 0]
     reasons = {row["reason"] for row in cache.manager.state()["events"] if row["event"] == "error"}
@@ -151,3 +153,10 @@ def test_the_setting_is_part_of_the_configuration(tmp_path: Path) -> None:
     for wrong in ("", 3):
         with pytest.raises(ConfigError, match="record"):
             CacheManager(record=wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("place", ["no/such/directory/trace.jsonl", "."])
+def test_a_file_that_cannot_be_written_is_said_before_a_request_comes(tmp_path: Path, place: str) -> None:
+    """When the model is registered, with what to give instead."""
+    with pytest.raises(ConfigError, match=r"record=.*give the path of one in a directory"):
+        small_cache(8, record=tmp_path / place)

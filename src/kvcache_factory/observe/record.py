@@ -17,6 +17,8 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from ..errors import ConfigError
+
 MAGIC = "kvcache_factory_trace"
 VERSION = 1
 MAX_OPEN = 4096
@@ -34,9 +36,16 @@ class Recorder:
         The file; opened with the first request.
     block_tokens:
         Tokens of a block.
+
+    Raises ConfigError where the file could not be written: a request would only say so in a log.
     """
 
     def __init__(self, path: str, block_tokens: int) -> None:
+        place = os.path.dirname(os.path.abspath(path))
+        if not os.access(path if os.path.exists(path) else place, os.W_OK) or os.path.isdir(path):
+            raise ConfigError(
+                f"record={path!r}: no file can be written there; give the path of one in a directory of yours"
+            )
         self.path = path
         self._block_tokens = block_tokens
         self._salt = secrets.token_bytes(16)
