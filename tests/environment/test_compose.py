@@ -84,7 +84,7 @@ VALUES = {  # of each variable another value than the default, with what makes i
     "DEVICE": "cuda",
     "S3FIFO_SMALL_TO_MAIN_PROMO_THRESHOLD": "3",
     "S3FIFO_SMALL_FIFO_CAPACITY_RATIO": "0.5",
-    "L2_CACHE_BACKEND": "MOCK",
+    "L2_CACHE_BACKEND": "REDIS",
     "L2_CACHE_NAMESPACE": "team",
     "L2_CACHE_OP_BATCH": "8",
     "L2_CACHE_PER_TOKEN_TIMEOUT_MS": "5",
@@ -240,7 +240,9 @@ def test_what_has_no_effect_is_said(caplog: pytest.LogCaptureFixture) -> None:
         manager(L1_CACHE_EVICTION_POLICY="LRU", S3FIFO_SMALL_TO_MAIN_PROMO_THRESHOLD="2")
         manager(L2_CACHE_BACKEND="INFINISTORE", L2_CACHE_COMPRESSION="ZSTD")
         manager(L2_CACHE_OP_BATCH="8", DOUBLE_GET_THRESHOLD="1", META_SERVICE_BACKEND="REDIS")
-        manager(L2_CACHE_BACKEND="MOCK", META_SERVICE_URL="redis://h")
+        manager(L2_CACHE_BACKEND="MOCK", META_SERVICE_URL="redis://h", META_SERVICE_BACKEND="")
+        off = {"L1_CACHE_ENABLED": "0", "L2_CACHE_BACKEND": "MOCK", "L2_CACHE_INGESTION_TYPE": "ALL"}
+        manager(**off, L1_CACHE_CAPACITY_GB="3", DEVICE="cpu")
     said = [record.getMessage().removeprefix(PREFIX) for record in caplog.records]
     assert said == [
         "S3FIFO_SMALL_TO_MAIN_PROMO_THRESHOLD has no effect: the eviction policy is LRU",
@@ -249,6 +251,7 @@ def test_what_has_no_effect_is_said(caplog: pytest.LogCaptureFixture) -> None:
         f"META_SERVICE_BACKEND has no effect: {PREFIX}L2_CACHE_BACKEND is ''",
         f"DOUBLE_GET_THRESHOLD has no effect: {PREFIX}L2_CACHE_BACKEND is ''",
         f"META_SERVICE_URL has no effect: {PREFIX}META_SERVICE_BACKEND names nothing",
+        f"L1_CACHE_CAPACITY_GB has no effect: {PREFIX}L1_CACHE_ENABLED is off",
     ]
 
 
@@ -295,6 +298,15 @@ def test_a_policy_of_the_environment_has_its_documented_parameters(tmp_path: Pat
             {"META_SERVICE_BACKEND": "ETCD", "META_SERVICE_URL": "redis://h"},
             "META_SERVICE_BACKEND='ETCD' needs PREFIX_META_SERVICE_URL",
         ),
+        (
+            {
+                "L2_CACHE_BACKEND": "SHFS",
+                "META_SERVICE_BACKEND": "REDIS",
+                "META_SERVICE_URL": "redis://h",
+                "META_SERVICE_CLUSTER_META_KEY": "k",
+            },
+            "SHFS goes to none by address",
+        ),
         ({"L2_CACHE_OP_BATCH": "5000"}, "L2_CACHE_OP_BATCH='5000'"),
         ({"INFINISTORE_VISIBLE_DEV_LIST": "mlx5_0:x:y"}, "INFINISTORE_VISIBLE_DEV_LIST='mlx5_0:x:y'"),
         ({"L2_CACHE_BACKEND": "EIC"}, "L2_CACHE_BACKEND='EIC' needs PREFIX_EIC_CONFIG_FILE"),
@@ -332,6 +344,8 @@ def test_the_environment_changes_parts_of_a_file(tmp_path: Path) -> None:
     assert (same.options, same.op_batch) == ({"url": "redis://old:1"}, 16)
     moved = manager(file, DEVICE="cpu", L2_CACHE_BACKEND="").config.backend
     assert moved == HierarchicalBackend([CPUBackend(size_gb=1)])
+    file.write_text('backend = {type = "cpu", staging = true}', encoding="utf-8")
+    assert manager(file, L1_CACHE_ENABLED="1", L1_CACHE_CAPACITY_GB="2").config.backend == CPUBackend(size_gb=2)
 
 
 class ElsewhereOptions(ConnectorOptions, frozen=True, kw_only=True):

@@ -72,6 +72,8 @@ def open_cluster(
     if not key:
         raise ConfigError(f"a cluster of {name} needs the key of its membership: MetaServiceBackend(key=...)")
 
+    options_of_places(short)
+
     def make(node: Node) -> Connector[bytes, Any]:
         return create_connector(config, member_options(short, options or {}, node))
 
@@ -88,8 +90,24 @@ def member_options(connector: str, options: Mapping[str, Any], node: Node) -> di
         access, at, _ = parts.netloc.rpartition("@")
         place = {"url": parts._replace(netloc=f"{access}{at}{node.place}").geturl()}
     else:
-        addr, port = _PLACES.get(connector, ("addr", "port"))
+        addr, port = options_of_places(connector)
         place = {addr: node.addr, port: node.port}
-    known = getattr(getattr(connector_class(connector), "Options", None), "__struct_fields__", None)
+    known = _options(connector)
     own = {name: value for name, value in node.fields if known is None or name in known}
     return {**options, **place, **own}
+
+
+def options_of_places(connector: str) -> tuple[str, str]:
+    """Names of the options that say where a server is; ConfigError for a connector that has none."""
+    addr, port = _PLACES.get(connector, ("addr", "port"))
+    known = _options(connector)
+    if connector != "REDIS" and known is not None and not {addr, port} <= set(known):
+        raise ConfigError(
+            f"a meta service lists servers, but {connector} goes to none by address; leave the meta service out"
+        )
+    return addr, port
+
+
+def _options(connector: str) -> tuple[str, ...] | None:
+    """Options of a connector; None where they are not known."""
+    return getattr(getattr(connector_class(connector), "Options", None), "__struct_fields__", None)

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ..cluster.opening import KEYS
+from ..cluster.opening import KEYS, options_of_places
 from ..codec.names import named_codec
 from ..connector.base import OptionsConnector, make_options, options_from_env
 from ..connector.names import connector_class
@@ -72,7 +72,8 @@ class Draft:
             part, _, name = row.place.partition(".")
             place = self._part(part)
             if place is None:
-                self._note_useless(row)
+                if value or row.field != "meta_service_backend":  # which does something by saying nothing
+                    self._note_useless(row)
             elif part == "policy":
                 self._set_policy(row, name, value)
             elif part and row.field not in ("l2_cache_backend", "meta_service_backend"):
@@ -153,6 +154,9 @@ class Draft:
                 self.remote.update(double_get_blocks=blocks, double_get_ratio=share)
         if given.get("l1_cache_enabled") is False:
             self._without_memory()
+            self._note_useless_of_memory(given)
+        elif given.get("l1_cache_enabled"):
+            self.memory.pop("staging", None)
         self._check_meta_service()
         self._check_codec(given)
 
@@ -199,6 +203,12 @@ class Draft:
             )
         self.levels[0] = {"type": "cpu", "staging": True}
         self.policy = {"name": "fifo", "options": {}}
+
+    def _note_useless_of_memory(self, given: Mapping[str, Any]) -> None:
+        for row in ROWS:
+            of_memory = row.field == "device" or row.place.startswith(("memory.", "policy."))
+            if of_memory and given.get(row.field, row.default) != row.default:
+                self.notes.append(f"{row.name} has no effect: {PREFIX}L1_CACHE_ENABLED is off")
 
     def _note_useless(self, row: Row) -> None:
         part = row.place.partition(".")[0]
@@ -272,6 +282,8 @@ def options_of_others(draft: Draft, environ: Mapping[str, str], said_so: bool) -
         raise ConfigError(
             f"{PREFIX}L2_CACHE_BACKEND={remote['connector']!r}: {error}" if said_so else str(error)
         ) from None
+    if remote.get("meta_service"):
+        options_of_places(remote["connector"])
     if not issubclass(made, OptionsConnector):
         return set()
     options = made.Options
