@@ -65,7 +65,6 @@ def build_chain(
     policy: EvictionPolicy,
     ledger: Ledger,
     on_error: Callable[[Exception], None],
-    clock: Callable[[], float] = time.monotonic,
 ) -> TierChain:
     """Unopened tiers for *config*; nothing is allocated until the first model is registered."""
     levels = levels_of(config.backend)
@@ -84,7 +83,7 @@ def build_chain(
         )
     places = [tables_directory()]
     tiers = [
-        _tier(name, level, policy_at(policy, kind), budget, ledger, clock, roots, coding, places)
+        _tier(name, level, policy_at(policy, kind), budget, ledger, roots, coding, places)
         for name, level, kind, budget, coding in zip(_names(kinds), levels, kinds, budgets, codings, strict=True)
     ]
     for number, tier in enumerate(tiers):
@@ -102,7 +101,7 @@ def build_chain(
     if isinstance(outside, RemoteBackend):
         remote = _remote(outside, config, policy, ledger, roots, on_error)
         tiers[0].least_blocks = STAGED_BATCHES * outside.op_batch
-    return TierChain(tiers, flow, roots, ledger, clock, on_error, remote=remote)
+    return TierChain(tiers, flow, roots, ledger, time.monotonic, on_error, remote=remote)
 
 
 def _remote(
@@ -149,7 +148,6 @@ def _tier(
     policy: EvictionPolicy,
     budget: int,
     ledger: Ledger,
-    clock: Callable[[], float],
     roots: Roots,
     coding: tuple[BlockCodec | None, CompressionRule],
     places: Sequence[Path],
@@ -157,7 +155,7 @@ def _tier(
     codec, rule = coding
     if isinstance(level, DiskBackend):
         store = DiskStore(level.path, budget, level.segment_mb << 20, direct=level.direct, encoded=codec is not None)
-        tier = LastingTier(name, store, policy, budget, ledger, clock, roots)
+        tier = LastingTier(name, store, policy, budget, ledger, time.monotonic, roots)
         tier.ingestion = Ingestion(level.ingestion)
         tier.hot_hits = level.hot_hits
         tier.coder, tier.rule = Coder(codec, [Path(level.path), *places]), rule
@@ -165,10 +163,10 @@ def _tier(
             tier.codec = AesGcm(partial(load_key, level.key_file, level.key_env))
         return tier
     if codec is not None:
-        packed = PackedTier(name, _memory_store(level), policy, budget, ledger, clock)
+        packed = PackedTier(name, _memory_store(level), policy, budget, ledger, time.monotonic)
         packed.coder, packed.rule = Coder(codec, places), rule
         return packed
-    made = Tier(name, _memory_store(level), policy, budget, ledger, clock)
+    made = Tier(name, _memory_store(level), policy, budget, ledger, time.monotonic)
     made.is_staging = isinstance(level, CPUBackend) and level.staging
     return made
 

@@ -70,10 +70,12 @@ class ManagerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
             raise ConfigError(f"integrity={self.integrity!r}: use 'off', 'sample' or 'full'")
         if not is_name(self.name):
             raise ConfigError(f"name={self.name!r}: give a non-empty string of Unicode text")
+        if not isinstance(self.sessions, SessionSettings):
+            raise ConfigError(f"sessions={self.sessions!r}: use SessionSettings, such as SessionSettings(ttl_s=3600)")
         self._check_port()
         if self.key_builder not in KEY_BUILDERS:
             raise ConfigError(f"key_builder={self.key_builder!r}: use one of {', '.join(KEY_BUILDERS)}")
-        if not self.lease_max_age_s > 0:
+        if not isinstance(self.lease_max_age_s, (int, float)) or not self.lease_max_age_s > 0:
             raise ConfigError(f"lease_max_age_s={self.lease_max_age_s!r}: give seconds above 0")
         if not isinstance(self.io_threads, int) or not 0 <= self.io_threads <= 64:
             raise ConfigError(f"io_threads={self.io_threads!r}: use 1 to 64, or 0 for what fits the backend")
@@ -85,7 +87,7 @@ class ManagerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
             raise ConfigError(f"max_tokens={self.max_tokens!r}: give tokens above 0, or -1 for no limit")
         if type(self.chunk_tokens) is not int or self.chunk_tokens < 0:
             raise ConfigError(f"chunk_tokens={self.chunk_tokens!r}: give tokens, or 0 for 512")
-        if self.profiling_server and not self.profiling_server.startswith(("http://", "https://")):
+        if self.profiling_server != "" and not str(self.profiling_server).startswith(("http://", "https://")):
             raise ConfigError(
                 f"profiling_server={self.profiling_server!r}: give an address such as http://localhost:4040"
             )

@@ -22,6 +22,9 @@ what to do about it.
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
+
 
 class KVCacheError(Exception):
     """Base of every exception that the library raises on purpose."""
@@ -92,3 +95,10 @@ class MissingDependencyError(KVCacheError, ImportError):
     @classmethod
     def of(cls, package: str, extra: str, purpose: str) -> MissingDependencyError:
         return cls(f"{purpose} needs the package {package!r}; install it with: pip install 'kvcache-factory[{extra}]'")
+
+
+def instead_of(name: str, known: Iterable[str]) -> str:
+    """What to do about a *name* that is none of the *known* ones: the end of a message."""
+    names = {one.lower(): one for one in sorted(known)}
+    near = [names[one] for one in difflib.get_close_matches(name.lower(), names, 3)]
+    return f"did you mean {' or '.join(near)}?" if near else f"use one of {', '.join(names.values())}"

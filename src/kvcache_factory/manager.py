@@ -32,12 +32,7 @@ from .policy.base import EvictionPolicy
 from .policy.compression import CompressionPolicy
 from .policy.order import LRUEvictionPolicy
 from .registry import make_policy
-from .session import (
-    Keeper,
-    Remote,
-    SessionBook,
-    SessionSettings,
-)
+from .session import Keeper, Remote, SessionBook, SessionSettings
 from .session.verbs import SessionVerbs
 from .store.base import SlotMemory
 
@@ -128,7 +123,9 @@ class CacheManager(SessionVerbs):
         backend = backend if backend is not None else CPUBackend()
         policy = eviction_policy if eviction_policy is not None else LRUEvictionPolicy()
         if not isinstance(backend, Backend):
-            raise ConfigError(f"backend={backend!r}: use CPUBackend, GPUBackend or HierarchicalBackend")
+            raise ConfigError(
+                f"backend={backend!r}: use CPUBackend(), GPUBackend() or HierarchicalBackend(levels=[...])"
+            )
         if not isinstance(policy, EvictionPolicy):
             raise ConfigError(f"eviction_policy={policy!r}: use an EvictionPolicy, such as LRUEvictionPolicy()")
         if compression_policy is not None and not isinstance(compression_policy, CompressionPolicy):
@@ -226,9 +223,9 @@ class CacheManager(SessionVerbs):
         """Open the manager for a model and return its key space.
 
         Raises ConfigError when spec and identity disagree, the geometry differs from an earlier model's, or a
-        calibration is another model's,
-        CapacityError when not one block fits, DeviceError when a device is not there, MissingDependencyError when what
-        the configuration needs is not installed.
+        calibration is another model's, CapacityError when not one block fits, DeviceError when a device is not there,
+        StoreError when a store cannot be used, and MissingDependencyError when what the configuration needs is not
+        installed.
         """
         if (identity.block_tokens, identity.kv_dtype) != (spec.block_tokens, spec.dtype.value):
             raise ConfigError(

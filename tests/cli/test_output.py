@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
+import sys
 
 import numpy as np
 import pytest
@@ -10,6 +13,7 @@ from rich.console import Console
 
 from kvcache_factory import __version__
 from kvcache_factory.cli import output
+from kvcache_factory.errors import StoreError
 
 
 def test_json_is_one_object_with_four_keys(capsys: pytest.CaptureFixture[str]) -> None:
@@ -76,6 +80,25 @@ def test_no_rows_print_an_empty_document_and_an_empty_table(capsys: pytest.Captu
     output.emit("x", [], as_json=True)
     assert json.loads(capsys.readouterr().out)["rows"] == []
     output.emit("x", [], as_json=False)
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_a_result_that_cannot_be_written_is_a_typed_error(as_json: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full disk behind `> file` is told in one line; a closed pipe is nobody's fault."""
+
+    class Full(io.StringIO):
+        error: OSError = OSError(errno.ENOSPC, "No space left on device")
+
+        def write(self, text: str) -> int:
+            raise self.error
+
+    full = Full()
+    monkeypatch.setattr(sys, "stdout", full)
+    with pytest.raises(StoreError, match="standard output: No space left"):
+        output.emit("x", [{"a": 1}], as_json=as_json)
+    full.error = BrokenPipeError(errno.EPIPE, "Broken pipe")
+    with pytest.raises(BrokenPipeError):
+        output.emit("x", [{"a": 1}], as_json=True)
 
 
 def test_progress_goes_to_stderr_only(capsys: pytest.CaptureFixture[str]) -> None:

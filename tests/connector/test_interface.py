@@ -259,7 +259,7 @@ def test_wrong_options_say_which_and_what_is_allowed() -> None:
         options_from_env(Remembered, {ENV_PREFIX + "SOME_PORT": "many"})
     with pytest.raises(ConfigError, match=r"SOME_FAST='perhaps'.*yes or on"):
         options_from_env(Remembered, {ENV_PREFIX + "SOME_FAST": "perhaps"})
-    with pytest.raises(ConfigError, match=r"unknown field `prot`"):
+    with pytest.raises(ConfigError, match=r"unknown field `prot` of .*port"):
         make_options(Remembered, {"prot": 1})
 
 
@@ -307,6 +307,7 @@ def test_installed_packages_bring_connectors(monkeypatch: pytest.MonkeyPatch) ->
     ("name", "said"),
     [
         ("MOCKED", "did you mean MOCK"),
+        ("TAPE", "use one of EIC, .*, SHFS .*module:Class"),
         ("no_such_module:Thing", "no module 'no_such_module'"),
         ("kvcache_factory.connector.mock:Thing", "has no 'Thing'"),
         ("kvcache_factory.status:Status", "no subclass"),

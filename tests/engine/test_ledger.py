@@ -58,7 +58,7 @@ def test_readers_and_counters_at_the_same_time_lose_nothing() -> None:
 
     def count() -> None:
         for number in range(calls):
-            ledger.add_both("cpu", Event.ASKED, Event.HIT, 3, 2, 10)
+            ledger.pair("cpu", Event.ASKED, Event.HIT, 10).add(3, 2)
             ledger.observe("cpu", "load", (number % 2) * 1e-3)
 
     def read() -> None:
@@ -93,7 +93,7 @@ def test_what_waits_to_be_summed_up_is_bounded() -> None:
     ledger = Ledger()
     for _ in range(3 * MOST_FRESH):
         ledger.add("cpu", Event.HIT, 1, 1)
-        ledger.add_both("cpu", Event.ASKED, Event.HIT, 1, 1)
+        ledger.pair("cpu", Event.ASKED, Event.HIT).add(1, 1)
         ledger.observe("cpu", "load", 1.0)
         waiting = [*ledger._entries.values(), *ledger._pairs.values(), *ledger._durations.values()]
         assert max(len(notes.fresh) for notes in waiting) <= MOST_FRESH

@@ -173,6 +173,9 @@ def test_wrong_parts_are_refused_by_name() -> None:
     """Each argument of the constructor says what it takes."""
     for arguments in (
         {"backend": "cpu"},
+        {"lease_max_age_s": "long"},
+        {"profiling_server": 5},
+        {"sessions": {"ttl_s": 5}},
         {"eviction_policy": "lru"},
         {"compression_policy": object()},
         {"io_threads": -1},

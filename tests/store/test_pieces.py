@@ -268,13 +268,14 @@ def test_slow_preparing_is_not_held_against_the_store(
         assert store.state()["breaker"] == "closed"
         slow.gates[NAMES[0]] = threading.Event()
         for _ in range(store.breaker.failures):
-            late = store.get(NAMES[:1], slab, ROWS[:1], store.settings.fair_s)
-            assert not late.done
             gate = slow.gates[NAMES[1]] = threading.Event()
             slow_to_prepare = store.put(NAMES[1:2], slab, ROWS[1:2], 60, prepare=prepare)
             assert not slow_to_prepare.done
             gate.set()
             assert slow_to_prepare.wait(60)
+            assert store.state()["breaker"] == "closed"
+            late = store.get(NAMES[:1], slab, ROWS[:1], store.settings.fair_s)
+            assert not late.done
         assert store.state()["breaker"] == "open"
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import click
 
 from .. import __version__
+from ..errors import StoreError
 from . import machine
 
 if TYPE_CHECKING:
@@ -94,18 +95,17 @@ def print_rows(rows: Sequence[Row], *, title: str = "", columns: Sequence[str] |
     """Print *rows* as a table; the columns are those of the first row unless given.
 
     On a terminal that is too narrow for it, each row is a table of its own, with a line for each column: what is cut
-    off is not shown.
+    off is not shown.  StoreError as of :func:`emit`.
     """
     from rich.measure import Measurement
 
     names = list(columns or (rows[0] if rows else ()))
     out = console()
     table = _across(rows, names, title)
-    if Measurement.get(out, out.options.update_width(WIDE), table).minimum <= out.width:
-        out.print(table)
-        return
-    for row in rows:
-        out.print(_down(row, names, title))
+    fits = Measurement.get(out, out.options.update_width(WIDE), table).minimum <= out.width
+    with _writing():
+        for part in [table] if fits else [_down(row, names, title) for row in rows]:
+            out.print(part)
 
 
 def _across(rows: Sequence[Row], names: Sequence[str], title: str) -> Table:
@@ -134,11 +134,25 @@ def _down(row: Row, names: Sequence[str], title: str) -> Table:
 
 
 def emit(command: str, rows: Sequence[Row], *, as_json: bool, title: str = "") -> None:
-    """Print the rows of a command in the form the user asked for."""
-    if as_json:
-        click.echo(json.dumps(document(command, rows), indent=2, ensure_ascii=False))
-    else:
+    """Print the rows of a command in the form the user asked for; StoreError where standard output takes no more."""
+    if not as_json:
         print_rows(rows, title=title)
+        return
+    with _writing():
+        click.echo(json.dumps(document(command, rows), indent=2, ensure_ascii=False))
+
+
+@contextmanager
+def _writing() -> Iterator[None]:
+    """Around what writes a result: a full disk behind it is a StoreError, and a closed pipe nobody's fault."""
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise StoreError(
+            f"the result cannot be written to standard output: {error.strerror or error}; send it elsewhere"
+        ) from error
 
 
 @contextmanager

@@ -90,7 +90,8 @@ def describe(plan: Plan) -> str:
     if plan.built_on:
         text += f", {plan.built_on:,} of all because they were built on others"
     if plan.litter:
-        text += f"; {len(plan.litter)} segments without a readable block go with them"
+        count = len(plan.litter)
+        text += f"; {count} {'segments' if count > 1 else 'segment'} without a readable block too"
     stay = plan.blocks(live=True)
     if stay:
         pids = ", ".join(map(str, plan.live_owners()))

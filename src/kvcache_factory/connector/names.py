@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Any
 
-from ..errors import ConfigError
+from ..errors import ConfigError, instead_of
 from .base import Connector, ConnectorConfig, OptionsConnector, make_options
 
 ENTRY_POINTS = "kvcache_factory.connectors"
@@ -55,11 +54,7 @@ def check_name(name: str) -> str | type[Connector[Any, Any]]:
     known = known_connectors()
     short = _ALIASES.get(name.upper(), name.upper())
     if short not in known:
-        near = difflib.get_close_matches(short, known, 1)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        raise ConfigError(
-            f"there is no connector {name!r}{hint}; use one of {', '.join(sorted(known))}, or 'module:Class'"
-        )
+        raise ConfigError(f"there is no connector {name!r}; {instead_of(short, known)} (or give 'module:Class')")
     return known[short]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +61,27 @@ def run_demo(
     return rows
 
 
+class Told:
+    """What the phases of a demonstration have said so far; *phases*: their names as people read them."""
+
+    def __init__(self, phases: Mapping[str, str], turns: int, progress: Progress) -> None:
+        self.rows: list[Row] = []
+        self.answers: Answers = defaultdict(list)
+        self._phases, self._turns, self._progress = phases, turns, progress
+
+    def said(self, row: Row, answer: list[int]) -> None:
+        """A turn has ended with this *answer*."""
+        self.rows.append(row)
+        self.answers[row["phase"]].append(answer)
+        self.tell(row["phase"])
+
+    def tell(self, phase: str) -> None:
+        """Show how far *phase* is."""
+        turn = min(len(self.answers[phase]) + 1, self._turns)
+        done, total = len(self.rows), len(self._phases) * self._turns
+        self._progress(done, total, f"{self._phases[phase]}: turn {turn} of {self._turns}")
+
+
 def summarise(rows: Sequence[Row]) -> list[Row]:
     """One row for each turn, its phases beside each other: what the table shows."""
     return [_summary(phases) for phases in by_turn(rows).values()]
@@ -99,34 +120,22 @@ def _all_phases(
     from ..integration.transformers import TransformersCacheAdapter
     from ..manager import CacheManager
 
-    rows: list[Row] = []
-    answers: Answers = defaultdict(list)
-    turns = options.turns
-
-    def said(row: Row, answer: list[int]) -> None:
-        rows.append(row)
-        answers[row["phase"]].append(answer)
-        tell(row["phase"])
-
-    def tell(phase: str) -> None:
-        turn = min(len(answers[phase]) + 1, turns)
-        progress(len(rows), len(PHASES) * turns, f"{PHASES[phase]}: turn {turn} of {turns}")
-
+    told = Told(PHASES, options.turns, progress)
     with CacheManager(backend=backend_on(Path(options.directory))) as manager:
         for phase in ("cold", "warm"):
             adapter = TransformersCacheAdapter.attach(model, manager, tokenizer=tokenizer)
             if phase == "cold":
                 adapter.detach()  # the same conversation, through the same code, without the cache
             try:
-                tell(phase)
+                told.tell(phase)
                 warm_up(model, tokenizer)
-                converse(adapter, phase, text, turns, options.max_new_tokens, said)
+                converse(adapter, phase, text, options.turns, options.max_new_tokens, told.said)
             finally:
                 adapter.detach()
         manager.wait()  # until all is on the disk
-    tell("restart")
-    converse_afresh(options, said)
-    return rows, answers
+    told.tell("restart")
+    converse_afresh(options, told.said)
+    return told.rows, told.answers
 
 
 def compare(rows: Sequence[Row], answers: Answers) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import uuid
-from collections import defaultdict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -12,7 +11,7 @@ from ..errors import ConfigError, StoreError
 from .conversation import Row, converse, warm_up
 from .model import Progress, load_model, silent
 from .restart import Options, converse_afresh
-from .run import Answers, by_turn, check_room, compare
+from .run import Told, by_turn, check_room, compare
 from .text import reference_text
 
 PHASES = {"cold": "without the cache", "first": "in a first process", "second": "in a second process"}
@@ -35,26 +34,15 @@ def run_shared(
     model, tokenizer = load_model(dtype, progress)
     text = reference_text()
     check_room(model, tokenizer, text, turns, max_new_tokens)
-    rows: list[Row] = []
-    answers: Answers = defaultdict(list)
-
-    def said(row: Row, answer: list[int]) -> None:
-        rows.append(row)
-        answers[row["phase"]].append(answer)
-        tell(row["phase"])
-
-    def tell(phase: str) -> None:
-        turn = min(len(answers[phase]) + 1, turns)
-        progress(len(rows), len(PHASES) * turns, f"{PHASES[phase]}: turn {turn} of {turns}")
-
-    tell("cold")
-    _without_the_cache(model, tokenizer, text, turns, max_new_tokens, said)
+    told = Told(PHASES, turns, progress)
+    told.tell("cold")
+    _without_the_cache(model, tokenizer, text, turns, max_new_tokens, told.said)
     namespace = f"demo-{uuid.uuid4().hex}"
     for phase in ("first", "second"):
-        tell(phase)
-        converse_afresh(Options("", dtype, turns, max_new_tokens, url, namespace, phase), said)
-    compare(rows, answers)
-    return rows
+        told.tell(phase)
+        converse_afresh(Options("", dtype, turns, max_new_tokens, url, namespace, phase), told.said)
+    compare(told.rows, told.answers)
+    return told.rows
 
 
 def summarise(rows: Sequence[Row]) -> list[Row]:

@@ -230,11 +230,11 @@ class TierChain:
             raise ConfigError(f"there is no tier {name!r}; there are {', '.join(names)}")
         return names.index(name)
 
-    def drop_tier(self, number: int, reason: str = "asked") -> int:
+    def drop_tier(self, number: int) -> int:
         """Drop every block of tier *number*; returns how many.  Copies of them in other tiers stay."""
         tier = self.tiers[number]
         dropped = tier.index.clear()
-        tier.count(Event.DROPPED, dropped, reason)
+        tier.count(Event.DROPPED, dropped, "asked")
         tier.settle()
         return dropped
 

@@ -264,10 +264,6 @@ class Ledger:
         """Count one event of *blocks* blocks and *nbytes* bytes."""
         self.entry(tier, event, reason).add(blocks, nbytes)
 
-    def add_both(self, tier: str, first: Event, second: Event, a: int, b: int, block_bytes: int = 0) -> None:
-        """Count *a* blocks of the *first* event and *b* of the *second*, which happen together."""
-        self.pair(tier, first, second, block_bytes).add(a, b)
-
     def observe(self, tier: str, operation: str, seconds: float) -> None:
         """Note that *operation* of *tier* took so many *seconds*."""
         self.durations(tier, operation).add(seconds)

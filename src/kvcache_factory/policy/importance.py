@@ -7,7 +7,6 @@ characters lies in the tokens: near enough for blocks of 64 tokens.
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections import Counter
 from typing import TYPE_CHECKING, Any
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import ConfigError
+from ..errors import ConfigError, instead_of
 
 if TYPE_CHECKING:
     from .base import Importance
@@ -115,6 +114,5 @@ def scorer(name: str) -> Importance:
     """The scorer of this name; ConfigError with the nearest names when there is none."""
     found = _SCORERS.get(name)
     if found is None:
-        near = difflib.get_close_matches(name, _SCORERS, 3, 0.3) or sorted(_SCORERS)
-        raise ConfigError(f"there is no importance scorer {name!r}; did you mean {' or '.join(near)}?")
+        raise ConfigError(f"there is no importance scorer {name!r}; {instead_of(name, _SCORERS)}")
     return found

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Mapping
 from importlib import import_module
 from typing import Any
 
-from ..errors import ConfigError
+from ..errors import ConfigError, instead_of
 from .base import EvictionPolicy
 
 _POLICIES: dict[str, type[EvictionPolicy]] = {}
@@ -50,8 +49,7 @@ def make_policy(name: str, **options: Any) -> EvictionPolicy:
     known = known_policies()
     policy = known.get(name.lower())
     if policy is None:
-        near = difflib.get_close_matches(name.lower(), known, 3, 0.3) or sorted(known)
-        raise ConfigError(f"there is no eviction policy {name!r}; did you mean {' or '.join(near)}?")
+        raise ConfigError(f"there is no eviction policy {name!r}; {instead_of(name, known)}")
     allowed = inspect.signature(policy).parameters
     unknown = [repr(option) for option in options if option not in allowed]
     if unknown and not any(parameter.kind is parameter.VAR_KEYWORD for parameter in allowed.values()):

@@ -21,21 +21,14 @@ _USES_SHIFT = 42
 _MOST_USES = 1 << 20
 
 
-class StampOrderPolicy(EvictionPolicy):
-    """Evicts the evictable row with the smallest stamp.
-
-    The queue is a heap of integers (stamp, row) with lazy deletion: an entry is current while its stamp is the row's
-    and the row is evictable.  Outdated entries are dropped when they surface, and swept when they outnumber the rest.
-    """
+class QueuedPolicy(EvictionPolicy):
+    """Base of the policies with a heap of evictable rows: who is in it, and the stamp of what happens."""
 
     def bind(self, rows: int, keys: Keys) -> None:
         self._stamp = np.zeros(rows, np.int64)
         self._evictable = np.zeros(rows, np.bool_)
-        self._queued = np.full(rows, -1, np.int64)
         self._stamp_at = memoryview(self._stamp)
         self._evictable_at = memoryview(self._evictable)
-        self._queued_at = memoryview(self._queued)
-        self._heap: list[int] = []
         self._live = 0
         self._sequence = 0
         self._last_tick = float("-inf")
@@ -48,6 +41,31 @@ class StampOrderPolicy(EvictionPolicy):
         if evictable:
             self._push(row)
 
+    def _tick(self, now: float) -> int:
+        """The stamp of everything that happens at *now*: the hits of a request and what it adds share one."""
+        if now > self._last_tick:
+            self._last_tick = now
+            self._sequence += 1
+        return self._sequence
+
+    def _push(self, row: int) -> None:
+        """Queue *row*, which can leave."""
+        raise NotImplementedError
+
+
+class StampOrderPolicy(QueuedPolicy):
+    """Evicts the evictable row with the smallest stamp.
+
+    The queue is a heap of integers (stamp, row) with lazy deletion: an entry is current while its stamp is the row's
+    and the row is evictable.  Outdated entries are dropped when they surface, and swept when they outnumber the rest.
+    """
+
+    def bind(self, rows: int, keys: Keys) -> None:
+        super().bind(rows, keys)
+        self._queued = np.full(rows, -1, np.int64)
+        self._queued_at = memoryview(self._queued)
+        self._heap: list[int] = []
+
     def restore(self, rows: Rows) -> None:
         self._stamp[rows] = self._sequence + 1 + np.arange(len(rows))
         self._sequence += len(rows)
@@ -57,13 +75,6 @@ class StampOrderPolicy(EvictionPolicy):
         self._stamp[rows] = stamp
         for row in rows[self._evictable[rows]].tolist():
             self._push(row)
-
-    def _tick(self, now: float) -> int:
-        """The stamp of everything that happens at *now*: the hits of a request and what it adds share one."""
-        if now > self._last_tick:
-            self._last_tick = now
-            self._sequence += 1
-        return self._sequence
 
     def next_victim(self) -> int:
         heap, stamps = self._heap, self._stamp_at

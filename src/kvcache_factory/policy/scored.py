@@ -8,10 +8,11 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ..errors import ConfigError
-from .base import Action, EvictionPolicy, Importance, Keys, RequestHint, Rows, Target
+from .base import Action, Importance, Keys, RequestHint, Rows, Target
+from .order import QueuedPolicy
 
 
-class ScoredPolicy(EvictionPolicy):
+class ScoredPolicy(QueuedPolicy):
     """Evicts the evictable row with the smallest score; among equals, the least recently used.
 
     The queue is a heap of (score, stamp, row) with lazy deletion, as in
@@ -22,24 +23,10 @@ class ScoredPolicy(EvictionPolicy):
     bytes_per_row: int = 192
 
     def bind(self, rows: int, keys: Keys) -> None:
-        self._stamp = np.zeros(rows, np.int64)
+        super().bind(rows, keys)
         self._score = np.zeros(rows)
-        self._evictable = np.zeros(rows, np.bool_)
-        self._stamp_at = memoryview(self._stamp)
         self._score_at: Any = memoryview(self._score)
-        self._evictable_at = memoryview(self._evictable)
         self._heap: list[tuple[float, int, int]] = []
-        self._live = 0
-        self._sequence = 0
-        self._last_tick = float("-inf")
-
-    def on_evictable(self, row: int, evictable: bool) -> None:
-        if self._evictable_at[row] == evictable:
-            return
-        self._evictable_at[row] = evictable
-        self._live += 1 if evictable else -1
-        if evictable:
-            self._push(row)
 
     def next_victim(self) -> int:
         while self._heap:
@@ -49,12 +36,6 @@ class ScoredPolicy(EvictionPolicy):
                 self._live -= 1
                 return row
         return -1
-
-    def _tick(self, now: float) -> int:
-        if now > self._last_tick:
-            self._last_tick = now
-            self._sequence += 1
-        return self._sequence
 
     def _touch(self, now: float, rows: Rows) -> None:
         """Stamp *rows*, and queue anew those of them that can leave."""

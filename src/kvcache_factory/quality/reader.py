@@ -92,3 +92,13 @@ def cache_of(kv: KV | PrunedKV) -> Any:
     for layer in range(len(kv)):
         cache.update(tensors[layer, 0][None].clone(), tensors[layer, 1][None].clone(), layer)
     return cache
+
+
+def divergence(reference: Any, other: Any) -> float:
+    """Mean Kullback-Leibler divergence of *other* from *reference*, log probabilities ``[tokens, words]``, in nats."""
+    return float((reference.exp() * (reference - other)).sum(-1).mean())
+
+
+def surprise(log: Any, ids: list[int]) -> float:
+    """Mean negative log likelihood, by *log* ``[tokens, words]``, of each token of *ids* after the one before."""
+    return -float(log[:-1].gather(1, torch.tensor(ids[1:])[:, None]).mean())

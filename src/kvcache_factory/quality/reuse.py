@@ -20,6 +20,7 @@ from ..demo.model import Progress, silent
 from ..integration.transformers import Reuse, TransformersCacheAdapter
 from ..integration.transformers.layout import cache_argument
 from ..manager import CacheManager
+from .reader import divergence, surprise
 from .run import load_reader
 from .texts import chapters, windows
 
@@ -176,25 +177,15 @@ def _compare(model: Any, case: _Case, cache: Any, report: dict[str, Any], truth:
     true_onward, true_again = truth
     return {
         "recomputed": report["recomputed_tokens"] / len(case.prompt),
-        "kl": _divergence(true_onward, onward),
+        "kl": divergence(true_onward, onward),
         "top1": float((true_onward.argmax(-1) == onward.argmax(-1)).float().mean()),
-        "nll": _surprise(onward, case.onward),
-        "full_nll": _surprise(true_onward, case.onward),
-        "recall_kl": _divergence(true_again, again),
-        "recall_nll": _surprise(again, case.again),
-        "full_recall_nll": _surprise(true_again, case.again),
+        "nll": surprise(onward, case.onward),
+        "full_nll": surprise(true_onward, case.onward),
+        "recall_kl": divergence(true_again, again),
+        "recall_nll": surprise(again, case.again),
+        "full_recall_nll": surprise(true_again, case.again),
         "drift": report.get("drift") or float("nan"),
     }
-
-
-def _divergence(reference: Any, other: Any) -> float:
-    """Mean Kullback-Leibler divergence of *other* from *reference*, in nats."""
-    return float((reference.exp() * (reference - other)).sum(-1).mean())
-
-
-def _surprise(log: Any, ids: list[int]) -> float:
-    """Mean negative log likelihood of each token of *ids* after the one before."""
-    return -float(log[:-1].gather(1, torch.tensor(ids[1:])[:, None]).mean())
 
 
 def _mean(case: str, way: dict[str, Any], rows: list[Row]) -> Row:

@@ -23,7 +23,7 @@ from .calibrate import find_or_make
 from .methods import parse_method, placed, turned
 from .placed import DEMOTE, DROP, Demotion, Placing, drop
 from .pruned import prune
-from .reader import KV, Reader
+from .reader import KV, Reader, divergence, surprise
 from .texts import ANSWER, QUESTION, chapters, windows, with_needle
 
 METHODS = ("raw", "bf16x", "int8", "fp8", "int4g", "rot4", "pca:step=0.25", "pca:step=0.5", "low_rank:rank=0.25")
@@ -281,29 +281,13 @@ def _compare(reader: Reader, window: Window, coded: Coded) -> dict[str, float]:
     greedy = reader.greedy(coded.kv, window.onward[0], len(window.greedy)) if window.greedy else []
     same = [a == b for a, b in zip(greedy, window.greedy, strict=True)]
     return {
-        "kl": _divergence(window.onward_log, onward),
+        "kl": divergence(window.onward_log, onward),
         "top1": float((window.onward_log.argmax(-1) == onward.argmax(-1)).float().mean()),
-        "nll": _surprise(onward, window.onward),
-        "recall_nll": _surprise(again, window.again),
-        "recall_kl": _divergence(window.again_log, again),
+        "nll": surprise(onward, window.onward),
+        "recall_nll": surprise(again, window.again),
+        "recall_kl": divergence(window.again_log, again),
         "greedy": float(same.index(False) if False in same else len(same)),
     }
-
-
-def _divergence(reference: Any, other: Any) -> float:
-    """Mean Kullback-Leibler divergence of *other* from *reference*, in nats."""
-    return float((reference.exp() * (reference - other)).sum(-1).mean())
-
-
-def _surprise(log: Any, ids: list[int]) -> float:
-    """Mean negative log likelihood of each token of *ids* after the one before."""
-    return -float(log[:-1].gather(1, _column(ids[1:])).mean())
-
-
-def _column(ids: list[int]) -> Any:
-    import torch
-
-    return torch.tensor(ids)[:, None]
 
 
 def _finds(reader: Reader, needle: Needle, coded: Coded) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import msgspec
 
 from ..block.spec import BlockSpec, KVDtype
-from ..errors import ConfigError
+from ..errors import ConfigError, instead_of
 
 
 class Model(msgspec.Struct, frozen=True):
@@ -56,9 +55,8 @@ def find_model(name: str) -> Model:
     path = path / "config.json" if path.is_dir() else path
     if path.is_file():
         return _from_config(path)
-    near = difflib.get_close_matches(name.lower(), MODELS, 3, 0.4) or sorted(MODELS)
     raise ConfigError(
-        f"there is no model {name!r}; did you mean {' or '.join(near)}? A directory with config.json works"
+        f"there is no model {name!r} and no directory with a config.json there; {instead_of(name, MODELS)}"
     )
 
 

@@ -6,7 +6,6 @@ not what a deployment would see: record that with ``CacheManager(record=...)``.
 
 from __future__ import annotations
 
-import difflib
 import heapq
 import math
 import random
@@ -15,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..errors import ConfigError
+from ..errors import ConfigError, instead_of
 from .formats import TraceRequest
 from .lines import Faults
 from .workload import Progress, Workload
@@ -155,8 +154,7 @@ def make_workload(
     """
     kind = name.removeprefix(PREFIX)
     if kind not in _KINDS:
-        near = difflib.get_close_matches(kind, _KINDS, 1, 0.3) or sorted(_KINDS)
-        raise ConfigError(f"there is no synthetic workload {kind!r}; did you mean {' or '.join(near)}?")
+        raise ConfigError(f"there is no synthetic workload {kind!r}; {instead_of(kind, _KINDS)}")
     generate, block_tokens = _KINDS[kind]
     workload = Workload(f"{PREFIX}{kind}", block_tokens, Faults())
     try:
