@@ -160,8 +160,17 @@ def test_a_full_server_is_out_of_memory(executor: Executor, call: Call) -> None:
         connector.close()
 
 
-def test_a_server_of_another_kind_is_a_failure(executor: Executor) -> None:
-    """Something that listens but does not speak the protocol is named, and nothing hangs."""
+@pytest.mark.parametrize(
+    ("reply", "problem"),
+    [
+        (b"HTTP/1.1 400 Bad Request\r\n\r\n", "does not speak the protocol of Redis"),
+        (b"*1\r\n*3\r\n:0\r\n:99999999999\r\n*2\r\n$1\r\nh\r\n:1\r\n", "names slots 0 to 99999999999 of 16384"),
+        (b"*1\r\n*3\r\n:-5\r\n:-1\r\n*2\r\n$1\r\nh\r\n:1\r\n", "names slots -5 to -1 of 16384"),
+    ],
+    ids=["HTTP", "too many slots", "slots below 0"],
+)
+def test_a_server_of_another_kind_is_a_failure(executor: Executor, reply: bytes, problem: str) -> None:
+    """Something that listens but makes no sense is named, and nothing hangs or is allocated for it."""
     import socket
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -170,7 +179,7 @@ def test_a_server_of_another_kind_is_a_failure(executor: Executor) -> None:
             other, _ = listener.accept()
             with other:
                 other.recv(100)
-                other.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+                other.sendall(reply)
 
         thread = threading.Thread(target=answer)
         thread.start()
@@ -178,4 +187,4 @@ def test_a_server_of_another_kind_is_a_failure(executor: Executor) -> None:
         refused = redis(executor, f"redis://127.0.0.1:{port}").open()
         thread.join()
     assert refused.is_error()
-    assert "does not speak the protocol of Redis" in str(refused.value)
+    assert problem in str(refused.value)

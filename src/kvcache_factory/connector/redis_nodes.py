@@ -339,6 +339,8 @@ class Nodes:
         owners: list[Server | None] = [None] * SLOTS
         with self._lock:
             for first, last, master, *_ in ranges:
+                if not 0 <= first <= last < SLOTS:
+                    raise ConnectionError(f"{asked} names slots {first} to {last} of {SLOTS}")
                 host = (master[0] or b"").decode() or asked.host
                 server = self._server(Address(host, int(master[1])))
                 server.in_cluster = True
