@@ -380,3 +380,14 @@ class _Failures:
 def live_managers() -> list[CacheManager]:
     """The managers of this process that somebody holds."""
     return list(_LIVE)
+
+
+def _disown() -> None:
+    """In a forked child, where no thread of a manager lives and its files are still used by the parent."""
+    for manager in live_managers():
+        manager._finalizer.detach()
+        manager._port = None
+        manager._chain.disown()
+
+
+os.register_at_fork(after_in_child=_disown)

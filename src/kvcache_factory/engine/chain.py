@@ -166,7 +166,7 @@ class TierChain:
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait for background work; False when *timeout* seconds were not enough."""
-        return self.flow.wait(timeout)
+        return self._closed or self.flow.wait(timeout)
 
     def close(self) -> None:
         """Stop intake, end background work, free everything; idempotent."""
@@ -179,6 +179,12 @@ class TierChain:
         self.leases.clear()
         for tier in self.tiers:
             tier.close()
+
+    def disown(self) -> None:
+        """In a forked child: be as closed, and leave threads, files and locks to the process whose they are."""
+        self._closed = True
+        if self.remote is not None:
+            self.remote.is_open = False
 
     # -- asking -------------------------------------------------------------------------------------------------------
 

@@ -6,6 +6,7 @@ floor and is therefore found by its name; without, ``/metrics`` alone, by promet
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from collections.abc import Callable
@@ -56,6 +57,10 @@ class Port:
         """Show *manager* no longer; the server ends with the last.  Idempotent."""
         self._left(id(manager))
 
+    def disown(self) -> None:
+        """Forget the managers, and leave the server to the process whose it is."""
+        self._managers.clear()
+
     def _left(self, number: int) -> None:
         with _LOCK:
             if self._managers.pop(number, None) is None or self._managers:
@@ -77,6 +82,18 @@ def join_port(manager: Any, host: str, number: int) -> Port:
             _PORTS[port.key] = port
         port.join(manager)
         return port
+
+
+def _disown() -> None:
+    """In a forked child: no server runs here, and whoever held the lock is not here either."""
+    global _LOCK
+    _LOCK = threading.RLock()
+    for port in _PORTS.values():
+        port.disown()
+    _PORTS.clear()
+
+
+os.register_at_fork(after_in_child=_disown)
 
 
 def has_page() -> bool:
