@@ -100,7 +100,7 @@ def test_what_is_purged_on_its_way_out_does_not_stay(
     cache.save([7] * 32)
     there = {name.split(b"/", 2)[2] for name in cache.settled()}
     assert ended
-    assert cache.total(Event.STORED) >= 8, "its blocks were written, and deleted behind that"
+    assert cache.total(Event.STORED), "what was on its way was written, and deleted behind that"
     chain = cache.space.chain(TOKENS)
     assert not {chain.name(i) if builder == "RAW" else chain.key_bytes(i).hex().encode() for i in range(8)} & there
 
