@@ -262,13 +262,13 @@ class TierChain:
 
         *wipe*: stores overwrite their bytes, and remote ones delete them.
         """
-        if wipe and self.is_open and self.remote is not None:
-            self.remote.forget_keys(keys)
         blocks = nbytes = 0
         for tier in self._tiers_twice() if self.is_open else ():
             gone = tier.drop_unshared(keys, reason, wipe)
             blocks += gone
             nbytes += gone * tier.block_bytes
+        if wipe and self.is_open and self.remote is not None:  # only now: what is dropped begins no way out any more
+            self.remote.forget_keys(keys)
         return Dropped(blocks, nbytes)
 
     def _tiers_twice(self) -> list[Tier]:
@@ -285,14 +285,14 @@ class TierChain:
     def clear(self, reason: str) -> None:
         """Drop every block from every tier, and forget what was seen."""
         self.flow.wait()
-        if self.remote is not None:
-            self.remote.forget_ours()
         if self.finding.seen is not None:
             self.finding.seen.clear()
         for tier in self.tiers:
             if tier.is_open:
                 tier.count(Event.DROPPED, tier.index.clear(), reason)
                 tier.settle()
+        if self.remote is not None:
+            self.remote.forget_ours()
 
     @property
     def compression(self) -> str:

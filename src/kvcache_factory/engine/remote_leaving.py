@@ -84,6 +84,8 @@ class Leaving:
         level.names.remember(names, chain.keys[blocks[:count]])
         with self._lock:
             self._on_their_way.update(dict.fromkeys(names, False))
+        gone = self._source.index.dropped(rows)  # by somebody who may have looked here before
+        self.forget([name for name, dropped in zip(names, gone.tolist(), strict=True) if dropped])
         if level.io.submit(Lane.STORE, partial(self._write, chain, blocks[:count], slots, names, known)) is not None:
             return count
         self._end(slots, names)
