@@ -83,12 +83,13 @@ class PackedTier(Tier):
 
     @property
     def held_bytes(self) -> int:
-        if self._index is None:
+        index = self._index
+        if index is None:
             return 0
         with self._room:
             whole = int((self._place != NOWHERE).sum())
             chunks = self._pool.used_chunks * self._slot_bytes // PER_SLOT
-        return whole * self._slot_bytes + chunks + self._index.used * self._books
+        return whole * self._slot_bytes + chunks + index.used * self._books
 
     @property
     def packed_blocks(self) -> int:

@@ -179,7 +179,8 @@ class Tier:
     @property
     def held_bytes(self) -> int:
         """Bytes of the blocks that are here, overhead included."""
-        return self.index.used * self.block_bytes if self._index else 0
+        index = self._index  # looked at once: metrics are read while a manager closes
+        return index.used * self.block_bytes if index else 0
 
     def reserve(
         self,
@@ -264,11 +265,12 @@ class Tier:
     def _figures(self) -> dict[str, Any]:
         """What the store says, with the padding of slots among what is lost to fragmentation."""
         figures = self.store.figures()
-        if self.spec is not None and self.is_open:
+        index = self._index
+        if self.spec is not None and index is not None:
             slot = self.store.slot_bytes(self.spec)
             padding = slot - self.store.payload_offset - self.spec.payload_bytes
             lost = figures.setdefault("fragmentation", {})
-            lost[slot] = lost.get(slot, 0) + padding * self.index.used
+            lost[slot] = lost.get(slot, 0) + padding * index.used
         return figures
 
     def count(self, event: Event, blocks: int, reason: str = "") -> None:
