@@ -31,8 +31,7 @@ class Names:
         self._raw = builder == "RAW"
         self._roots = roots
         self._written: OrderedDict[bytes, bytes] = OrderedDict()
-        """What was written, and the key of each that cannot be told from it."""
-        self._of_key: dict[bytes, bytes] = {}
+        """The names of what was written, by the keys of the blocks."""
         self._bytes = 0
         self._lock = threading.Lock()
 
@@ -51,7 +50,7 @@ class Names:
         """
         if self._raw:
             with self._lock:
-                return [self._of_key[key.tobytes()] for key in keys if key.tobytes() in self._of_key]
+                return [name for key in keys if (name := self._written.get(key.tobytes())) is not None]
         tails = [key.tobytes().hex().encode() for key in keys.astype("<u8", copy=False)]
         return [self._head(digest) + tail for digest in self._roots.identities() for tail in tails]
 
@@ -59,23 +58,16 @@ class Names:
         """*names* of blocks of *keys* ``[n, 2]`` are being written; the oldest beyond a bound are forgotten."""
         with self._lock:
             for name, key in zip(names, keys, strict=True):
-                if name not in self._written:
-                    self._bytes += len(name)
-                    self._written[name] = key.tobytes() if self._raw else b""
-                if self._raw:
-                    self._of_key[key.tobytes()] = name
-                self._written.move_to_end(name)
+                self._bytes += len(name) - len(self._written.pop(key.tobytes(), b""))
+                self._written[key.tobytes()] = name
             while len(self._written) > REMEMBERED or self._bytes > REMEMBERED_BYTES:
-                oldest, of = self._written.popitem(last=False)
-                self._bytes -= len(oldest)
-                self._of_key.pop(of, None)
+                self._bytes -= len(self._written.popitem(last=False)[1])
 
     def take_written(self) -> list[bytes]:
         """What was remembered, which is forgotten now."""
         with self._lock:
-            names = list(self._written)
+            names = list(self._written.values())
             self._written.clear()
-            self._of_key.clear()
             self._bytes = 0
             return names
 
