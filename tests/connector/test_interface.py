@@ -259,7 +259,7 @@ def test_wrong_options_say_which_and_what_is_allowed() -> None:
         options_from_env(Remembered, {ENV_PREFIX + "SOME_PORT": "many"})
     with pytest.raises(ConfigError, match=r"SOME_FAST='perhaps'.*yes or on"):
         options_from_env(Remembered, {ENV_PREFIX + "SOME_FAST": "perhaps"})
-    with pytest.raises(ConfigError, match=r"unknown field `prot` of .*port"):
+    with pytest.raises(ConfigError, match=r"unknown field `prot`; there are .*port"):
         make_options(Remembered, {"prot": 1})
 
 

@@ -357,7 +357,8 @@ def make_options(options: type[Options], data: Mapping[str, Any]) -> Options:
     try:
         return msgspec.convert(dict(data), options)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"{options.__qualname__}: {error} of {options.__struct_fields__}") from None
+        known = ", ".join(options.__struct_fields__)
+        raise ConfigError(f"{options.__qualname__}: {error}; there are {known}") from None
 
 
 def _from_text(options: type[Options], field: str, name: str, text: str) -> Any:
